@@ -1,0 +1,94 @@
+"""EngineConfig: every setting of an engine. The only module that reads environment variables."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from asyncllm.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine is built. Frozen; unknown keys and impossible values raise `ConfigError`. Sizes in tokens
+    unless a name says bytes; None means: chosen for the model and the machine at start."""
+
+    dtype: DType = "auto"
+    """Of weights and activations."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" or "cuda:N"."""
+    load_format: LoadFormat = "auto"
+    """Which weights of a folder to read; "dummy" fills random ones from a config.json alone."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    max_model_len: int | None = None
+    """Prompt and output together; None is the model's own context."""
+    max_num_seqs: int = 256
+    """Requests that run at once: rows of a step."""
+    max_batched_tokens: int | None = None
+    """Positions that one step computes."""
+    block_size: int | None = None
+    """Tokens in a block of the KV cache: a power of two, 8 to 256."""
+    num_blocks: int | None = None
+    """Blocks in the KV pool; or give `kv_cache_memory`."""
+    kv_cache_memory: int | None = None
+    """Bytes for the KV pool."""
+    prefix_caching: bool = True
+    """Reuse the blocks of an equal prefix."""
+    run_ahead: int = 1
+    """Steps launched before an earlier one's result is known, 0 to 2; 0 is the plain synchronous engine."""
+    ageing_seconds: float = 10.0
+    """Waiting this long is worth one level of priority, so that nothing waits for ever."""
+    model_defaults: bool = True
+    """Take sampling defaults from the model's generation_config."""
+    chat_template: str | None = None
+    """A Jinja chat template to use in place of the model's own."""
+    threads: int | None = None
+    """Threads of a CPU step; None leaves torch's own number."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
+        _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
+        if not isinstance(self.device, str) or not (
+            self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal()
+        ):
+            raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}')
+        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "num_blocks", "kv_cache_memory", "threads"):
+            _positive(name, getattr(self, name))
+        if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
+            raise ConfigError(f"block_size must be a power of two from 8 to 256, got {self.block_size!r}")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("give num_blocks or kv_cache_memory, not both")
+        if isinstance(self.run_ahead, bool) or self.run_ahead not in (0, 1, 2):
+            raise ConfigError(f"run_ahead must be 0, 1 or 2, got {self.run_ahead!r}")
+        if not isinstance(self.ageing_seconds, int | float) or not self.ageing_seconds > 0:
+            raise ConfigError(f"ageing_seconds must be above 0, got {self.ageing_seconds!r}")
+        for name in ("prefix_caching", "model_defaults"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def override(self, **overrides: Any) -> EngineConfig:
+        """A new config with these fields changed; raises `ConfigError` with the nearest name for an unknown one."""
+        known = [f.name for f in fields(self)]
+        for name in overrides:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+                raise ConfigError(f"unknown engine setting {name!r}{hint}")
+        return replace(self, **overrides)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _positive(name: str, value: object) -> None:
+    if value is None and name != "max_num_seqs":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,1 @@
+"""The engine: its own loop and thread, the scheduler, and the runners."""

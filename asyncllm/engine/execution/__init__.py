@@ -1,0 +1,1 @@
+"""Runners: they take plans and answer with sampled tokens."""

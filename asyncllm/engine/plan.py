@@ -1,0 +1,116 @@
+"""What scheduling and execution share: plain data, which a test sends through bytes and back.
+
+Nothing here decides or computes; no torch. A plan says only what changed since the plan before it. The
+device keeps the rest, a *row* per running request: its last sampled token, its position, one block table per
+cache group and its sampling settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+NULL_BLOCK = 0
+"""The block that stands where nothing may be read: never allocated, never counted in `blocks_total`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same part of the history, and so share one block table per request.
+
+    `window` is the number of last positions, the current one included, that these layers attend to
+    (the `sliding_window` of a Hugging Face config); None for full attention.
+    """
+
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row is sampled, every default resolved.
+
+    The draw for the token at absolute position p (prompt included) depends on (seed, choice, p) alone.
+    """
+
+    temperature: float  # 0 is greedy: argmax, lowest id on ties
+    top_k: int  # 0 keeps all
+    top_p: float  # 1 keeps all
+    min_p: float  # 0 keeps all
+    seed: int  # 0 <= seed < 2**64
+    choice: int = 0
+    suppress_before: int = 0  # tokens at absolute positions below this may not be one of `suppressed`
+    suppressed: tuple[int, ...] = ()  # the ids that would end the request before its min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowJoin:
+    """A request takes a row; whatever the row held before is gone."""
+
+    row: int
+    request: int  # internal id, never reused
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that the host knows: a piece of a prompt, or of the known output of a resumed request."""
+
+    row: int
+    start: int  # absolute position of the first token
+    token_ids: Int32Array  # [n], n >= 1
+    samples: bool  # True when this reaches the last known token: the row's next token is sampled
+
+
+@dataclass(frozen=True, slots=True)
+class TableEdits:
+    """Block-table entries to set before the step runs: table[groups[i]][rows[i], indices[i]] = blocks[i].
+
+    An entry is edited at most once a step. `indices[i]` counts blocks from position 0 of the request.
+    """
+
+    groups: Int32Array  # [e]
+    rows: Int32Array  # [e]
+    indices: Int32Array  # [e]
+    blocks: Int32Array  # [e]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, executed in this order: joins, table edits, block copies, then the forward pass and sampling.
+
+    `decode_rows` each compute one position: the row's own last sampled token, which never left the device, at
+    the position after its last computed one. The same array object comes back while the set is unchanged
+    (`decode_changed` is False); it is never mutated.
+
+    The step samples `decode_rows` in their order, then the chunks with `samples`, in theirs.
+    """
+
+    step: int  # 0, 1, 2, … per engine
+    joins: tuple[RowJoin, ...]
+    tables: TableEdits
+    copies: Int32Array  # [c, 2] (source block, destination block), within one cache group
+    chunks: tuple[Chunk, ...]
+    decode_rows: Int32Array  # [d]
+    decode_changed: bool
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the step's result holds."""
+        return len(self.decode_rows) + sum(chunk.samples for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many positions the step computes."""
+        return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step. `token_ids[i]` belongs to the i-th sampled row of *its own* plan."""
+
+    step: int
+    token_ids: Int32Array  # [plan.num_sampled]

@@ -1,0 +1,1 @@
+"""Which request computes what, in which blocks: pure state, no torch, no clock."""

@@ -1,0 +1,63 @@
+"""Frozen snapshots of what the engine measured. Times are seconds of `time.monotonic()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When one request reached each stage; None for a stage it never reached."""
+
+    arrival: float  # stream() was started
+    queued: float | None = None  # tokenised, validated and handed to the scheduler
+    scheduled: float | None = None  # first planned into a step
+    first_token: float | None = None
+    last_token: float | None = None
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Totals over all steps since start; divide by `steps` for a mean."""
+
+    steps: int = 0
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0  # the engine thread had nothing to do until the device answered
+    apply_seconds: float = 0.0
+    deliver_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """`engine.statistics()`. Invariant: blocks_used + blocks_cached + blocks_free == blocks_total; idle means
+    blocks_used == 0."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    rows_used: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0  # held by requests
+    blocks_cached: int = 0  # free, but reusable by a request with the same prefix
+    blocks_free: int = 0
+    prompt_tokens: int = 0  # of requests that were scheduled, cached ones included
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0  # delivered to consumers
+    tokens_computed: int = 0  # positions that went through the model
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    preemptions: int = 0
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by kind: weights, cache, …
+    step_times: StepTimes = field(default_factory=StepTimes)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that came from the prefix cache; 0 before the first request."""
+        return self.prompt_tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0

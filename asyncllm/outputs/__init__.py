@@ -1,0 +1,1 @@
+"""From tokens to meaning: detokenizer and stop matcher."""

@@ -1,0 +1,90 @@
+"""What a caller gets back: deltas while a request runs, a completion when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from asyncllm.metrics import RequestMetrics
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. A plain string too: `delta.finish_reason == "stop"`."""
+
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, the context or the KV pool is used up
+    ABORT = "abort"  # `engine.abort()`
+    DEADLINE = "deadline"  # the request's deadline passed
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request. `completion_tokens` sums over its choices and counts a final end-of-sequence id."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What is new for one choice since its delta before. Not frozen, because one is made per token and a frozen
+    dataclass takes three times as long to make; treat it as read-only.
+
+    `text` may be empty while bytes or a possible stop string are held back; `token_ids` then still has the ids.
+    The joined texts are the tokenizer's decode of the joined ids, up to a stop string.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0
+    finish_reason: FinishReason | None = None  # set on the choice's last delta
+    stop_reason: str | int | None = None  # the stop string, or the stop id, that ended the choice
+    usage: Usage | None = None  # on the request's last delta
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the n answers to a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole request, collected. The unindexed fields are those of choice 0."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    prompt_token_ids: tuple[int, ...]
+    metrics: RequestMetrics
+
+    @property
+    def text(self) -> str:
+        """The text of choice 0."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of choice 0."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why choice 0 ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What ended choice 0, where a stop string or a stop id did."""
+        return self.choices[0].stop_reason
