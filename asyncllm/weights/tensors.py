@@ -1,0 +1,59 @@
+"""The tensors of a checkpoint, one at a time, under Hugging Face's names and in its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from asyncllm.weights.gguf import GGUFTensor, dequantize, read_gguf
+from asyncllm.weights.gguf_model import IndexArray, huggingface_name, row_order
+from asyncllm.weights.safetensors import find_shards, open_shard
+from asyncllm.weights.source import ModelSource
+
+
+def iterate_tensors(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint, on the CPU, in the order of the files.
+
+    Stored types are kept (quantised ones become float32), and those tensors are mapped from the file: copy what must
+    outlive the next step of the iteration. Nothing of the checkpoint stays in memory after its turn. Raises
+    `CheckpointError`, before the first tensor for whatever can be told from headers.
+    """
+    if source.load_format == "gguf":
+        return _iterate_gguf(source)
+    if source.load_format == "safetensors":
+        return _iterate_safetensors(source)
+    raise ValueError(f"a {source.load_format} model has no tensors")
+
+
+def _iterate_safetensors(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
+    assert source.folder is not None
+    for shard in find_shards(source.folder):
+        with open_shard(shard.path, "pt") as file:
+            for name in shard.names:
+                yield name, file.get_tensor(name)
+
+
+def _iterate_gguf(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
+    assert source.gguf is not None
+    file = read_gguf(source.gguf)
+    for tensor in file.tensors.values():
+        name = huggingface_name(tensor)
+        if name is not None:
+            yield name, _read(tensor, row_order(tensor, file, source.config))
+
+
+def _read(tensor: GGUFTensor, order: IndexArray | None) -> torch.Tensor:
+    packed = tensor.read()  # [rows, row_bytes]; a vector is one row
+    matrix = len(tensor.shape) > 1
+    if order is not None and matrix:
+        packed = packed[order]  # before the values grow
+    if tensor.type_name in ("F32", "F16"):
+        values = torch.from_numpy(packed.view(np.float32 if tensor.type_name == "F32" else np.float16))
+    elif tensor.type_name == "BF16":
+        values = torch.from_numpy(packed.view(np.int16)).view(torch.bfloat16)
+    else:
+        values = torch.from_numpy(dequantize(packed, tensor.type_name))
+    values = values.reshape(tensor.shape)
+    return values if order is None or matrix else values[torch.from_numpy(order)]
