@@ -53,6 +53,7 @@ class RowJoin:
     row: int
     request: int  # internal id, never reused
     sampling: RowSampling
+    prompt_tokens: int = 1  # of the request as submitted, resumed or not; a rope that depends on length needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class StepPlan:
     """One step, executed in this order: joins, table edits, block copies, then the forward pass and sampling.
 
     `decode_rows` each compute one position: the row's own last sampled token, which never left the device, at
-    the position after its last computed one. The same array object comes back while the set is unchanged
+    the position after its last computed one. A chunk may read what an earlier chunk of the same step writes: in each
+    layer the keys and values of all rows are written before any are read. The same array object comes back while the set is unchanged
     (`decode_changed` is False); it is never mutated.
 
     The step samples `decode_rows` in their order, then the chunks with `samples`, in theirs.

@@ -1,0 +1,135 @@
+"""Schedulers with one fault each, to show that the state machine finds them. The faults are small, as real ones are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from asyncllm.engine.plan import NULL_BLOCK, StepResult
+from asyncllm.engine.scheduling.prefix_index import first_block_read
+from asyncllm.engine.scheduling.reports import StepTokens
+from asyncllm.engine.scheduling.request import Phase, Request
+from asyncllm.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from asyncllm.engine.scheduling.step_draft import StepDraft
+
+
+def replace(owner: object, name: str, function: Callable[..., Any]) -> None:
+    """Put `function` in the place of a method of one object."""
+    setattr(owner, name, function)
+
+
+def without_launched_steps(scheduler: Scheduler, method: Callable[..., Any]) -> Callable[..., Any]:
+    """This method of the roster, as if nothing were in flight."""
+
+    def hasty(*args: Any) -> None:
+        scheduler._roster._in_flight = deque()
+        method(*args)
+        scheduler._roster._in_flight = scheduler._in_flight
+
+    return hasty
+
+
+class LostReference(Scheduler):
+    """A prefix hit on a held block is not counted."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        pool, share = self.cache.pool, self.cache.pool.share
+        replace(pool, "share", lambda block: None if pool.holders(block) else share(block))
+
+
+class SharedBlockWritten(Scheduler):
+    """A hit that ends inside a block is continued in that block, whoever else has it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        replace(self.cache, "_writable", lambda block, draft: block)
+
+
+class FreedUnderLaunchedStep(Scheduler):
+    """The blocks of an ended request are free at once."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        replace(self._roster, "drain", without_launched_steps(self, self._roster.drain))
+
+
+class SurplusTokensRemembered(Scheduler):
+    """Tokens sampled after a request's end become part of what its blocks are known by."""
+
+    def apply(self, result: StepResult) -> StepTokens:
+        step = self._in_flight[0]
+        for request, token_id in zip(step.row_map.requests, result.token_ids.tolist(), strict=True):
+            if request.phase is Phase.ENDED:
+                request.output.append(token_id)
+                self.cache.remember(request, min(request.known, self.cache.covered(request)))
+        return super().apply(result)
+
+
+class WindowFreedByPlan(Scheduler):
+    """A window passes with planned instead of applied positions."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+
+        def give_back(request: Request) -> None:
+            for g, group in enumerate(config.groups):
+                if group.window is None:
+                    continue
+                table, planned = request.tables[g], self._rows.position(request)
+                first = min(first_block_read(group, planned, config.block_size), len(table))
+                for index in range(request.given_back[g], first):
+                    self.cache.pool.release(table[index])
+                    table[index] = NULL_BLOCK
+                request.given_back[g] = max(first, request.given_back[g])
+
+        replace(self.cache, "give_back", give_back)
+
+
+class StarvedRequest(Scheduler):
+    """Who does not fit yet is passed over by those who do."""
+
+    def _plan_waiting(self, draft: StepDraft, now: float) -> None:
+        for request in list(self._roster._waiting):
+            if self._rows.free and draft.budget:
+                self._admit(request, 0, draft, now)
+
+
+class BudgetOverrun(Scheduler):
+    """Chunks get the whole budget, as if steady rows took nothing of it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+
+        class Forgetful(type(self._rows)):  # type: ignore[misc]
+            num_steady = 0
+
+        self._rows.__class__ = Forgetful
+
+
+class WrongRowMap(Scheduler):
+    """A result is read with the rows as they are now."""
+
+    def apply(self, result: StepResult) -> StepTokens:
+        newest, oldest = self._in_flight[-1], self._in_flight[0]
+        if len(newest.row_map.ids) == len(oldest.row_map.ids):
+            oldest.row_map = newest.row_map
+        return super().apply(result)
+
+
+class FailedStepRemembered(Scheduler):
+    """The prefix index keeps what a failed step was to fill."""
+
+    def fail(self, step: int) -> list[int]:
+        for launched in self._in_flight:
+            launched.entered.clear()
+        return super().fail(step)
+
+
+class PreemptedTooSoon(Scheduler):
+    """A preempted request queues again while a launched step still samples for it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        replace(self._roster, "preempt", without_launched_steps(self, self._roster.preempt))
