@@ -1,0 +1,34 @@
+"""Matrix products with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+from torch.nn import functional
+
+from asyncllm.layers.parameter import Placement, Slot
+
+
+class Linear:
+    """y = x Wᵀ + b, where W may be several checkpoint matrices below each other: one product instead of three."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
+        """`parts` maps each checkpoint name (such as `q_proj`) to its output features, in the order of the output."""
+        self.parts = dict(parts)
+        out_features = sum(self.parts.values())
+        self.weight = placement.empty(out_features, in_features)
+        self.bias = placement.empty(out_features) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        start = 0
+        for name, size in self.parts.items():
+            yield f"{prefix}{name}.weight", Slot(self.weight[start : start + size])
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", Slot(self.bias[start : start + size], initial=0.0)
+            start += size

@@ -1,0 +1,28 @@
+"""RMSNorm (https://arxiv.org/abs/1910.07467)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from asyncllm.layers.parameter import Placement, Slot
+
+
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) · weight, over the last dimension."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self.weight = placement.empty(size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] → [..., size]."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add(self, residual: Tensor, update: Tensor) -> Tensor:
+        """Add `update` to `residual` in place and return the norm of the sum."""
+        return self(residual.add_(update))
+
+    def slot(self) -> Slot:
+        """The checkpoint tensor of this layer."""
+        return Slot(self.weight, initial=1.0)

@@ -1,0 +1,154 @@
+"""The Llama architecture: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and all that share its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.layers.activation import GatedActivation
+from asyncllm.layers.attention import Attention, HeadShape, LayerCache, NormedAttention
+from asyncllm.layers.embedding import Embedding
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.rope import Rotation, make_rotary_embedding
+from asyncllm.models.configuration import Family, ModelConfig
+from asyncllm.models.forward_batch import ForwardBatch
+
+LLAMA = Family(
+    qkv_bias=None,
+    output_bias=None,
+    mlp_bias=None,
+    qk_norm=False,
+    every_window=False,
+    typed_windows=False,
+    default_window=None,
+    default_kv_heads=None,
+)
+MISTRAL = Family(
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    every_window=True,
+    typed_windows=False,
+    default_window=4096,
+    default_kv_heads=8,
+)
+QWEN2 = Family(
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    every_window=False,
+    typed_windows=True,
+    default_window=4096,
+    default_kv_heads=32,
+)
+QWEN3 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    mlp_bias=False,
+    qk_norm=True,
+    every_window=False,
+    typed_windows=True,
+    default_window=4096,
+    default_kv_heads=32,
+    default_head_dim=128,
+)
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, cache: LayerCache, placement: Placement) -> None:
+        shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.attention_norm = RMSNorm(hidden, config.norm_eps, placement)
+        self.qkv = Linear(
+            hidden,
+            {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+            bias=config.qkv_bias,
+            placement=placement,
+        )
+        self.attention = (
+            NormedAttention(shape, cache, config.norm_eps, placement) if config.qk_norm else Attention(shape, cache)
+        )
+        self.output = Linear(queries, {"o_proj": hidden}, bias=config.output_bias, placement=placement)
+        self.mlp_norm = RMSNorm(hidden, config.norm_eps, placement)
+        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias, placement=placement)
+        self.activation = GatedActivation(config.activation)
+        self.down = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
+
+    def __call__(self, residual: Tensor, update: Tensor | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        """Add `update`, what the layer before found, to `residual` [n, hidden] in place; return what this one finds."""
+        x = self.attention_norm(residual) if update is None else self.attention_norm.add(residual, update)
+        group = batch.attention[self.attention.cache.group]
+        attended = self.attention(self.qkv(x), rotation, batch.cache, group)
+        x = self.mlp_norm.add(residual, self.output(attended))
+        return self.down(self.activation(self.gate_up(x)))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        yield f"{prefix}input_layernorm.weight", self.attention_norm.slot()
+        yield from self.qkv.slots(f"{prefix}self_attn.")
+        if isinstance(self.attention, NormedAttention):
+            yield from self.attention.slots(f"{prefix}self_attn.")
+        yield from self.output.slots(f"{prefix}self_attn.")
+        yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.slot()
+        yield from self.gate_up.slots(f"{prefix}mlp.")
+        yield from self.down.slots(f"{prefix}mlp.")
+
+
+class Llama:
+    """Token ids to logits."""
+
+    def __init__(
+        self, config: ModelConfig, caches: Sequence[LayerCache], max_length: int, placement: Placement
+    ) -> None:
+        """`caches` says for each layer where its keys and values are; positions stay below `max_length`."""
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self.rotary = make_rotary_embedding(config.rope, config.head_dim, max_length, placement)
+        self.layers = [DecoderLayer(config, cache, placement) for cache in caches]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
+        # a head that is tied has no weight of its own
+        self.head = Linear(
+            config.hidden_size,
+            {"lm_head": 0 if config.tied_head else config.vocab_size},
+            bias=False,
+            placement=placement,
+        )
+        if config.tied_head:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
+        rotation = self.rotary(batch.positions, batch.lengths)
+        residual, update = self.embedding(batch.token_ids), None
+        for layer in self.layers:
+            update = layer(residual, update, rotation, batch)
+        if update is not None:
+            residual += update
+        return self.head(self.norm(residual.index_select(0, batch.sampled)))
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""
+        yield "model.embed_tokens.weight", self.embedding.slot()
+        for index, layer in enumerate(self.layers):
+            yield from layer.slots(f"model.layers.{index}.")
+        yield "model.norm.weight", self.norm.slot()
+        if not self.config.tied_head:
+            yield from self.head.slots("")
+
+    def weight_bytes(self) -> int:
+        """Size of all parameters."""
+        own_head = self.config.tied_head and self.head.weight is not self.embedding.weight
+        return sum(slot.target.nbytes for _, slot in self.slots()) + own_head * self.head.weight.nbytes
+
+    def untie_head(self, weight: Tensor) -> None:
+        """Give a model whose config ties the head one of its own."""
+        self.head.weight = torch.empty_like(self.embedding.weight).copy_(weight)
