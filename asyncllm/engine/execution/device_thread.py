@@ -1,0 +1,93 @@
+"""The one thread that a runner's device work happens on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """Runs calls one after another on a thread of its own, inside `torch.inference_mode()`.
+
+    One thread for life, since every thread that runs products keeps a team of helpers. Not a daemon: torch aborts
+    when the interpreter ends under one. Whoever makes a DeviceThread closes it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._closing = False
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread.start()
+
+    @property
+    def closing(self) -> bool:
+        """Whether the thread ends after what it does now: a long call may look, and give up."""
+        return self._closing
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Call `function` after all calls before it; its result or exception arrives on the running loop."""
+        if self._closing:
+            raise RuntimeError("the device thread is closed")
+        call = _Call(function, asyncio.get_running_loop())
+        self._calls.put(call)
+        return call.future
+
+    def close_soon(self) -> None:
+        """End after the calls submitted so far, without waiting for them. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._calls.put(None)
+
+    async def aclose(self) -> None:
+        """End after the calls submitted so far, and wait for that. Idempotent."""
+        self.close_soon()
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+        self._thread.join()  # it has nothing left to do
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (call := self._calls.get()) is not None:
+                call.run()
+                del call  # its result belongs to the caller: keep nothing while waiting
+        self._ended.set_result(None)
+
+
+class _Call:
+    """A function to call and the future of its result."""
+
+    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._function = function
+        self._loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def run(self) -> None:
+        try:
+            result = self._function()
+        except BaseException as error:
+            self._answer(_fail, error)
+        else:
+            self._answer(_succeed, result)
+
+    def _answer(self, resolve: Callable[[asyncio.Future[Any], Any], None], value: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(resolve, self.future, value)
+
+
+def _succeed(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

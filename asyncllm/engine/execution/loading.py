@@ -1,0 +1,118 @@
+"""Brings up a model: weights, cache and runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.available_memory import available_memory
+from asyncllm.engine.execution.cpu_runner import CpuRunner, StepExecutor
+from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.row_state import RowState
+from asyncllm.engine.execution.runner import ModelFacts, Runner
+from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
+from asyncllm.errors import ConfigError, InsufficientMemoryError, ModelLoadError
+from asyncllm.layers.attention import LayerCache
+from asyncllm.layers.parameter import Placement
+from asyncllm.models.checkpoint import fill_weights, load_weights
+from asyncllm.models.configuration import ModelConfig
+from asyncllm.models.registry import find_architecture, read_model_config
+from asyncllm.weights.source import ModelSource
+from asyncllm.weights.tensors import iterate_tensors
+
+_NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""CPU capabilities that multiply bfloat16 in hardware. Without one it is two to six times slower than float32."""
+
+
+async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner, ModelFacts]:
+    """Load a model and make it ready to run. Called on the engine's loop; the work is done on the runner's thread.
+
+    Raises `UnsupportedModelError`, `CheckpointError`, `ConfigError` and `InsufficientMemoryError`.
+    """
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f'device={config.device!r}: asyncllm runs on CPU only so far; use "cpu" or "auto"')
+    thread = DeviceThread("asyncllm-cpu")
+    try:
+        executor, facts = await thread.submit(partial(_load, source, config, thread))
+    except Exception:
+        await thread.aclose()
+        raise
+    except BaseException:  # cancelled: the load notices soon, and its thread ends by itself
+        thread.close_soon()
+        raise
+    return CpuRunner(thread, executor), facts
+
+
+def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tuple[StepExecutor, ModelFacts]:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
+    dtype = _choose_dtype(config, model_config)
+    somewhere = [LayerCache(0, 0)] * model_config.num_layers
+    weights = make_model(model_config, somewhere, 1, Placement(dtype, torch.device("meta"))).weight_bytes()
+    free = available_memory()
+    if weights > free:
+        raise InsufficientMemoryError(
+            f"the weights take {megabytes(weights)} as {_name(dtype)}, and {megabytes(free)} of memory are available"
+        )
+    sizes = choose_sizes(config, model_config, dtype, free - weights)
+    placement = Placement(dtype, torch.device("cpu"))
+    model = make_model(model_config, sizes.layout.layers, sizes.max_model_len, placement)
+    if source.load_format == "dummy":
+        fill_weights(model)
+    else:
+        load_weights(model, _interruptible(iterate_tensors(source), thread))
+    cache = sizes.layout.allocate(sizes.num_blocks, dtype)
+    row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
+    rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks)
+    facts = ModelFacts(
+        vocab_size=model_config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.layout.block_size,
+        num_blocks=sizes.num_blocks,
+        groups=sizes.layout.groups,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=sizes.max_batched_tokens,
+        memory_bytes={
+            "weights": model.weight_bytes(),
+            "cache": cache.nbytes,
+            "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
+        },
+        dtype=_name(dtype),
+        device="cpu",
+        prefix_caching=not model.rotary.length_dependent,
+    )
+    return StepExecutor(model, sizes.layout, cache, rows), facts
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        # older torch cannot tell
+        capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+        native = any(capabilities.get(name) for name in _NATIVE_BFLOAT16)
+        return torch.bfloat16 if native and model.checkpoint_dtype != "float32" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def _activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes, dtype: torch.dtype) -> int:
+    """About the most that a step allocates: the widest product and its inputs, and the logits in float32 twice."""
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    width = 3 * model.hidden_size + qkv + 3 * model.intermediate_size
+    return sizes.max_batched_tokens * width * dtype.itemsize + config.max_num_seqs * model.vocab_size * 8
+
+
+def _interruptible(tensors: Iterable[tuple[str, Tensor]], thread: DeviceThread) -> Iterator[tuple[str, Tensor]]:
+    """Stops a load that nobody waits for any more."""
+    for item in tensors:
+        if thread.closing:
+            raise ModelLoadError("loading was cancelled")
+        yield item
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

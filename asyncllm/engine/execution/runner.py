@@ -1,0 +1,45 @@
+"""What the engine knows about execution: a runner takes plans and answers with tokens. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """Runs plans on a device, one after another, in launch order."""
+
+    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Enqueue a step and return at once. Called on the engine's loop.
+
+        Futures complete in launch order. A step that fails fails its future with the step's own exception, and so
+        does every later launched step that needs a row of it. Cancelling a future does not stop its step.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Wait for all launched steps, then give back threads and memory. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the loaded model and its cache turned out to be: every size that the configuration left open."""
+
+    vocab_size: int  # ids at or above this are refused, and never sampled
+    max_model_len: int  # positions of one request, prompt and output together
+    block_size: int  # positions in a block of the cache
+    num_blocks: int  # allocatable blocks, ids 1 to num_blocks; the null block is not counted
+    groups: tuple[CacheGroup, ...]
+    max_num_seqs: int  # rows
+    max_batched_tokens: int  # positions that one step computes
+    memory_bytes: Mapping[str, int]  # by kind: weights, cache, workspace
+    dtype: str  # of weights and activations: "float32", "bfloat16", …
+    device: str  # "cpu", "cuda:0", …
+    prefix_caching: bool = (
+        True  # False: what a block holds depends on its prompt's length too (rope), so none is shared
+    )

@@ -1,0 +1,89 @@
+"""Chooses the sizes that the configuration left open, so that they fit the memory at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.kv_cache import CacheLayout, make_cache_layout
+from asyncllm.errors import ConfigError, InsufficientMemoryError
+from asyncllm.models.configuration import ModelConfig
+
+_BLOCK_SIZE = 16
+_BATCHED_TOKENS = 512
+"""Enough for a prompt's matrix products to be efficient, few enough for other rows not to wait long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Every size of a runner, resolved."""
+
+    max_model_len: int
+    max_batched_tokens: int
+    layout: CacheLayout
+    num_blocks: int
+
+
+def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int) -> Sizes:
+    """`free` bytes are left beside the weights.
+
+    What the caller set is kept or refused: `ConfigError` for a context that the model does not have,
+    `InsufficientMemoryError` for a cache that does not fit or holds no whole request. What is left open is what the
+    configured rows and lengths can use, in at most half of `free`; the context shrinks where one request needs more.
+    """
+    if config.max_model_len is not None and config.max_model_len > model.context_limit:
+        raise ConfigError(f"max_model_len={config.max_model_len} is over the model's context of {model.context_limit}")
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    step_tokens = config.max_batched_tokens or max(_BATCHED_TOKENS, config.max_num_seqs)
+    layout = _layout(config, model, max_model_len)
+    block_bytes = layout.block_bytes(dtype)
+    if config.num_blocks is not None:
+        if (config.num_blocks + 1) * block_bytes > free:
+            raise InsufficientMemoryError(
+                f"num_blocks={config.num_blocks} of {megabytes(block_bytes)} each do not fit: {megabytes(free)} are "
+                f"available, enough for num_blocks={max(0, free // block_bytes - 1)}"
+            )
+        return Sizes(max_model_len, step_tokens, layout, config.num_blocks)
+    if config.kv_cache_memory is not None and config.kv_cache_memory > free:
+        raise InsufficientMemoryError(
+            f"kv_cache_memory={config.kv_cache_memory} does not fit: {megabytes(free)} are available"
+        )
+    affordable = (config.kv_cache_memory or free // 2) // block_bytes - 1  # one is the null block
+    needed = layout.request_blocks(max_model_len, step_tokens)
+    if affordable < needed:
+        fitting = _longest(layout, affordable, step_tokens, max_model_len)
+        if config.max_model_len is not None or fitting == 0:
+            raise InsufficientMemoryError(
+                f"one request of {max_model_len} tokens needs {megabytes((needed + 1) * block_bytes)} of KV cache, and "
+                f"there are {megabytes((affordable + 1) * block_bytes)}: max_model_len={fitting} would fit"
+            )
+        # the layout stays: windows that are now longer than the context do no harm
+        max_model_len, needed = fitting, affordable
+    if config.kv_cache_memory is None:
+        affordable = min(affordable, config.max_num_seqs * needed)
+    return Sizes(max_model_len, step_tokens, layout, affordable)
+
+
+def _layout(config: EngineConfig, model: ModelConfig, max_model_len: int) -> CacheLayout:
+    # a window as long as the context is no window
+    windows = [None if window is None or window >= max_model_len else window for window in model.windows]
+    return make_cache_layout(windows, model.num_kv_heads, model.head_dim, config.block_size or _BLOCK_SIZE)
+
+
+def _longest(layout: CacheLayout, blocks: int, step_tokens: int, limit: int) -> int:
+    """The longest request, in whole blocks, that `blocks` hold; 0 if none."""
+    low, high = 0, limit // layout.block_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.request_blocks(middle * layout.block_size, step_tokens) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * layout.block_size
+
+
+def megabytes(size: int) -> str:
+    """A size for people."""
+    return f"{max(size, 0) / 1e6:,.1f} MB"

@@ -1,0 +1,219 @@
+"""Makes a `ForwardBatch` of a plan and the rows' state, for attention in main memory (`layers/attention.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncllm.engine.execution.kv_cache import CacheLayout
+from asyncllm.engine.execution.row_state import Int64Array, RowState
+from asyncllm.engine.plan import NULL_BLOCK, Chunk, StepPlan
+from asyncllm.layers.attention import AttentionBatch, Bucket, Span, Tile
+from asyncllm.models.forward_batch import ForwardBatch
+
+_TILE = 128
+"""Queries of a chunk that are attended at once, where they need a mask."""
+_BUCKET_BYTES = 1 << 20
+"""Keys and values that a bucket reads per thread: they are gathered first, and should not leave the cache again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step in the batch's order: those alone in their row by position, then the chunks."""
+
+    ids: Int64Array  # [n]
+    positions: Int64Array  # [n]
+    rows: Int64Array  # [n]
+    singles: int  # how many are alone in their row
+    spans: tuple[Chunk, ...]  # the chunks, in their order
+    sampled: Int64Array  # [s] where the tokens that sample are, in the plan's order
+
+
+def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
+    """The tokens that the plan computes."""
+    lone = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
+    spans = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
+    decode = plan.decode_rows
+    single_rows = np.concatenate((decode, np.array([chunk.row for chunk in lone], np.int64)))
+    single_positions = np.concatenate((rows.position[decode], np.array([chunk.start for chunk in lone], np.int64)))
+    single_ids = np.concatenate((rows.last_token[decode], *(chunk.token_ids for chunk in lone)))
+    order = np.argsort(single_positions, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+
+    sampled = list(places[: len(decode)])
+    lone_places, span_end = iter(places[len(decode) :]), len(order)
+    for chunk in plan.chunks:
+        if len(chunk.token_ids) == 1:
+            place = next(lone_places)
+        else:
+            span_end += len(chunk.token_ids)
+            place = span_end - 1
+        if chunk.samples:
+            sampled.append(place)
+    lengths = [len(chunk.token_ids) for chunk in spans]
+    return StepTokens(
+        ids=np.concatenate((single_ids[order], *(chunk.token_ids for chunk in spans))).astype(np.int64),
+        positions=np.concatenate(
+            (single_positions[order], *(np.arange(each.start, each.start + len(each.token_ids)) for each in spans))
+        ),
+        rows=np.concatenate((single_rows[order], np.repeat([chunk.row for chunk in spans], lengths).astype(np.int64))),
+        singles=len(order),
+        spans=tuple(spans),
+        sampled=np.array(sampled, np.int64),
+    )
+
+
+class BatchBuilder:
+    """Turns tokens into a batch, given where their rows keep keys and values."""
+
+    def __init__(self, layout: CacheLayout, cache: Tensor, *, needs_lengths: bool) -> None:
+        self._layout = layout
+        self._cache = cache
+        self._needs_lengths = needs_lengths
+        self._masks = [CausalMasks(group.window, cache.dtype) for group in layout.groups]
+        self._scratch = torch.empty(0, layout.block_size * layout.head_dim, dtype=cache.dtype)
+        self._bucket_blocks = _BUCKET_BYTES * torch.get_num_threads() // layout.layer_block_bytes(cache.dtype)
+        heads = np.arange(layout.num_kv_heads)
+        #: a block's number in the cache seen as [2 · blocks · kv_heads, ...], for keys and values of each head
+        self._planes = np.stack((heads, heads + cache.shape[2] * layout.num_kv_heads))
+
+    def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
+        """The batch of these tokens."""
+        self._clear_begun_blocks(tokens, rows.tables)
+        lengths: Tensor | None = None
+        if self._needs_lengths:
+            lengths = torch.from_numpy(np.maximum(rows.prompt_tokens[tokens.rows], tokens.positions + 1))
+        return ForwardBatch(
+            token_ids=torch.from_numpy(tokens.ids),
+            positions=torch.from_numpy(tokens.positions),
+            lengths=lengths,
+            sampled=torch.from_numpy(tokens.sampled),
+            attention=tuple(
+                self._group_batch(tokens, rows.tables[index], self._masks[index])
+                for index in range(len(self._layout.groups))
+            ),
+            cache=self._cache,
+        )
+
+    def _clear_begun_blocks(self, tokens: StepTokens, tables: Int64Array) -> None:
+        """Zero each block that the step begins and does not fill.
+
+        A bucket reads past a row's end and masks what is there; but nothing masks the not-a-number that a request
+        whose numbers overflowed may have left in the block.
+        """
+        block_size = self._layout.block_size
+        counts = np.array([1] * tokens.singles + [len(chunk.token_ids) for chunk in tokens.spans])
+        ends = counts.cumsum() - 1
+        last = tokens.positions[ends]
+        begun = (last % block_size < counts) & (last % block_size < block_size - 1)
+        blocks = tables[:, tokens.rows[ends[begun]], last[begun] // block_size]
+        self._cache.index_fill_(2, torch.from_numpy(blocks.reshape(-1)), 0.0)
+
+    def memory_bytes(self) -> int:
+        """Size of what is kept between steps."""
+        return self._scratch.nbytes + sum(masks.memory_bytes() for masks in self._masks)
+
+    def _group_batch(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> AttentionBatch:
+        block_size, kv_heads = self._layout.block_size, self._layout.num_kv_heads
+        blocks = table[tokens.rows, tokens.positions // block_size]
+        heads = blocks[:, None, None] * kv_heads + self._planes  # [n, 2, kv_heads]
+        write = heads * block_size + (tokens.positions % block_size)[:, None, None]
+        buckets = tuple(self._buckets(tokens, table, masks.window))
+        spans = tuple(self._spans(tokens, table, masks))
+        gathers = [bucket.blocks for bucket in buckets] + [span.blocks for span in spans if span.blocks is not None]
+        most = max(map(len, gathers), default=0)
+        if most > len(self._scratch):
+            self._scratch = torch.empty(most, self._scratch.shape[1], dtype=self._scratch.dtype)
+        return AttentionBatch(torch.from_numpy(write.reshape(-1)), buckets, spans, self._scratch)
+
+    def _gathered(self, blocks: Int64Array) -> Tensor:
+        """Of the blocks [rows, b] of some rows, the places of all keys, then all values, by row and head."""
+        places = blocks[None, :, None, :] * self._layout.num_kv_heads + self._planes[:, None, :, None]
+        return torch.from_numpy(places.reshape(-1))
+
+    def _buckets(self, tokens: StepTokens, table: Int64Array, window: int | None) -> Iterator[Bucket]:
+        """Neighbours share a bucket while none reads a quarter more blocks than it has, and one, and all few enough."""
+        block_size = self._layout.block_size
+        positions, rows = tokens.positions[: tokens.singles], tokens.rows[: tokens.singles]
+        first_keys = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
+        first_blocks, last_blocks = first_keys // block_size, positions // block_size
+        counts = np.maximum.accumulate(last_blocks - first_blocks + 1)
+        start = 0
+        while start < tokens.singles:
+            alike = int(np.searchsorted(counts, counts[start] * 5 // 4 + 1, side="right"))
+            stop = min(alike, start + max(1, self._bucket_blocks // int(counts[alike - 1])))
+            some, most = slice(start, stop), int(counts[stop - 1])
+            indices = first_blocks[some, None] + np.arange(most)
+            inside = indices <= last_blocks[some, None]
+            blocks = np.where(inside, table[rows[some, None], np.where(inside, indices, 0)], NULL_BLOCK)
+            offset, first_key, position = first_blocks[start] * block_size, first_keys[start], positions[start]
+            mask: Tensor | None = None
+            if position == positions[stop - 1]:  # sorted, so all are equal
+                first, last = int(first_key - offset), int(position + 1 - offset)
+            else:
+                first, last = 0, most * block_size
+                keys = (first_blocks[some] * block_size)[:, None] + np.arange(last)
+                hidden = (keys > positions[some, None]) | (keys < first_keys[some, None])
+                mask = self._mask(hidden)[:, None, None]
+            yield Bucket(start, stop, self._gathered(blocks), first, last, mask)
+            start = stop
+
+    def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._cache.dtype)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
+
+    def _spans(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> Iterator[Span]:
+        block_size, window = self._layout.block_size, masks.window
+        at = tokens.singles
+        for chunk in tokens.spans:
+            count, start = len(chunk.token_ids), chunk.start
+            blocks: Tensor | None = None
+            offset = 0  # position of the first key at hand
+            if start > 0:
+                first_block = 0 if window is None else max(0, start - window + 1) // block_size
+                last_block = (start + count - 1) // block_size
+                blocks = self._gathered(table[chunk.row, None, first_block : last_block + 1])
+                offset = first_block * block_size
+            if start == 0 and (window is None or count <= window):
+                tiles: Sequence[Tile] = (Tile(0, count, 0, count, None),)
+            else:
+                tiles = [masks.tile(q, min(q + _TILE, count), start, offset) for q in range(0, count, _TILE)]
+            yield Span(at, at + count, blocks, tuple(tiles))
+            at += count
+
+
+class CausalMasks:
+    """The mask of any tile is a part of one mask, since only the distance between query and key matters."""
+
+    def __init__(self, window: int | None, dtype: torch.dtype) -> None:
+        self.window = window
+        self._dtype = dtype
+        self._history = 0  # keys before the tile's first query that the mask covers
+        self._mask = self._make(0 if window is None else window - 1)
+
+    def tile(self, start: int, stop: int, chunk_start: int, offset: int) -> Tile:
+        """Queries `start` to `stop` of a chunk that begins at position `chunk_start`; key 0 is at position `offset`."""
+        position = chunk_start + start
+        history = position if self.window is None else min(position, self.window - 1)
+        if history > self._history:
+            self._mask = self._make(max(history, 2 * self._history))
+        count = stop - start
+        mask = self._mask[:count, self._history - history : self._history + count]
+        return Tile(start, stop, position - history - offset, position + count - offset, mask)
+
+    def memory_bytes(self) -> int:
+        """Size of the mask."""
+        return self._mask.nbytes
+
+    def _make(self, history: int) -> Tensor:
+        """[tile, history + tile]: −inf at keys after the query, or before its window."""
+        self._history = history
+        distance = torch.arange(_TILE)[:, None] - torch.arange(-history, _TILE)  # from key to query
+        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        return torch.zeros(distance.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)

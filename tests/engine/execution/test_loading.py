@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution import loading
+from asyncllm.engine.execution.loading import load_runner
+from asyncllm.engine.execution.runner import ModelFacts
+from asyncllm.engine.plan import CacheGroup
+from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UnsupportedModelError
+from asyncllm.testing.tiny_models import tiny_config, write_tiny_model
+from asyncllm.weights.source import ModelSource, resolve_source
+from tests.engine.execution.plan_driver import PlanDriver
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def facts_of(path: Path, **overrides: Any) -> ModelFacts:
+    config = EngineConfig(max_num_seqs=4).override(**overrides)
+    runner, facts = await load_runner(resolve_source(str(path), config), config)
+    await runner.aclose()
+    return facts
+
+
+async def test_facts(folder: Path) -> None:
+    facts = await facts_of(folder, dtype="float32")
+    assert (facts.vocab_size, facts.max_model_len, facts.block_size) == (512, 2048, 16)
+    assert (facts.max_num_seqs, facts.max_batched_tokens, facts.num_blocks) == (4, 512, 4 * 128)
+    assert facts.groups == (CacheGroup(None),)
+    assert (facts.dtype, facts.device, facts.prefix_caching) == ("float32", "cpu", True)
+    parameters = 2 * 512 * 64 + 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    assert facts.memory_bytes["weights"] == 4 * parameters
+    assert facts.memory_bytes["cache"] == (512 + 1) * 2 * 2 * 2 * 16 * 16 * 4
+    assert facts.memory_bytes["workspace"] > 0
+
+
+async def test_facts_of_a_model_with_windows(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    facts = await facts_of(write_tiny_model(tmp_path, config=config), block_size=8, max_model_len=100)
+    assert facts.groups == (CacheGroup(None), CacheGroup(64))
+    assert (facts.max_model_len, facts.block_size) == (100, 8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_low_precision(folder: Path, dtype: str) -> None:
+    async with await PlanDriver.load(folder, dtype=dtype) as driver:
+        assert driver.facts.dtype == dtype
+        single = await facts_of(folder, dtype="float32")
+        assert 2 * driver.facts.memory_bytes["weights"] == single.memory_bytes["weights"]
+        assert len(set(await driver.generate(list(range(3, 40)), 10))) > 1
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "stored", "expected"),
+    [
+        ({"avx2": True}, "bfloat16", "float32"),
+        ({"avx512_bf16": True}, "bfloat16", "bfloat16"),
+        ({"amx_bf16": True}, "float16", "bfloat16"),
+        ({"amx_bf16": True}, "float32", "float32"),
+    ],
+)
+async def test_dtype_goes_by_the_processor(
+    capabilities: dict[str, bool], stored: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    facts = await facts_of(write_tiny_model(tmp_path, config={"torch_dtype": stored}))
+    assert facts.dtype == expected
+
+
+async def test_a_rope_that_depends_on_length_shares_no_prefix(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    write_tiny_model(tmp_path, config=config)
+    assert (await facts_of(tmp_path)).prefix_caching
+    assert not (await facts_of(tmp_path, max_model_len=33)).prefix_caching
+
+
+async def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    generated = []
+    for _ in range(2):
+        async with await PlanDriver.load(tmp_path, load_format="dummy") as driver:
+            generated.append(await driver.generate(list(range(3, 40)), 10))
+    assert generated[0] == generated[1]
+    assert len(set(generated[0])) > 1
+
+
+async def test_threads_are_set_only_when_asked(folder: Path) -> None:
+    before = torch.get_num_threads()
+    await facts_of(folder)
+    assert torch.get_num_threads() == before
+
+
+async def test_no_gpu_yet(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="CPU only"):
+        await facts_of(folder, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "named"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, UnsupportedModelError, "FooForCausalLM"),
+        ({"rope_scaling": {"rope_type": "foo"}}, UnsupportedModelError, "'foo'"),
+        ({"num_hidden_layers": 3}, CheckpointError, r"lacks model\.layers\.2"),
+        ({"num_hidden_layers": 1}, CheckpointError, r"model\.layers\.1.*no place"),
+        ({"vocab_size": 511}, CheckpointError, r"needs \(511, 64\)"),
+    ],
+)
+async def test_what_does_not_load_leaves_no_thread(
+    config: dict[str, Any], error: type[Exception], named: str, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**config)))
+    with pytest.raises(error, match=named):
+        await facts_of(tmp_path)
+    assert not any(thread.name == "asyncllm-cpu" for thread in threading.enumerate())
+
+
+async def test_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: 10**5)
+    with pytest.raises(InsufficientMemoryError, match="weights"):
+        await facts_of(folder)
+    monkeypatch.setattr(loading, "available_memory", lambda: 10**6)
+    with pytest.raises(InsufficientMemoryError, match="max_model_len"):
+        await facts_of(folder, max_model_len=2048)
+    assert (await facts_of(folder)).max_model_len < 2048
+
+
+async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Event()
+
+    def slow(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
+        started.set()
+        while True:
+            yield "model.norm.weight", torch.zeros(64)
+
+    monkeypatch.setattr(loading, "iterate_tensors", slow)
+    task = asyncio.create_task(facts_of(folder))
+    assert await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    thread = next((each for each in threading.enumerate() if each.name == "asyncllm-cpu"), None)
+    if thread is not None:
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
