@@ -1,0 +1,1 @@
+"""asyncllm measured beside other engines, and its own cost without a model."""

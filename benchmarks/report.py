@@ -1,0 +1,198 @@
+"""A comparison as a table and a plot: NAME.json, NAME.md and NAME.png.
+
+python -m benchmarks.report benchmarks/results/cpu.json     writes the table and the plot anew
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, Sample
+
+MEDIAN, P99 = PERCENTS.index(50), PERCENTS.index(99)
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
+
+
+def comparison_from_json(text: str) -> Comparison:
+    """A comparison that `write_report` stored."""
+    plain = json.loads(text)
+    plain["runs"] = [
+        PeerRun(
+            **{
+                **run,
+                "figures": [Figures(**figures) for figures in run["figures"]],
+                "samples": [Sample(**sample) for sample in run["samples"]],
+            }
+        )
+        for run in plain["runs"]
+    ]
+    plain["checks"] = [Check(**check) for check in plain["checks"]]
+    return Comparison(**plain)
+
+
+def write_report(comparison: Comparison, folder: Path, name: str) -> list[Path]:
+    """Write the three files and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{suffix}" for suffix in ("json", "md", "png")]
+    paths[0].write_text(json.dumps(asdict(comparison), indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(markdown(comparison, plot=paths[2].name), encoding="utf-8")
+    draw(comparison, paths[2])
+    return paths
+
+
+def markdown(comparison: Comparison, plot: str) -> str:
+    """The table, with all that is needed to judge and to repeat it."""
+    lines = [
+        f"# {comparison.model}, `{comparison.profile}` workloads",
+        "",
+        *_table_lines(comparison),
+        "",
+        f"![output rate, time to first token, time between tokens]({plot})",
+        "",
+        "Rates are tokens a second over the whole run. TTFT is the time to the first token, ITL the time between two",
+        "deliveries to one consumer, p50 / p99 in ms. The last column: prompt tokens from a prefix cache.",
+        "",
+        "Engines, each in a process of its own, one after the other:",
+        "",
+        *(
+            f"- {run.engine}: {run.description}. From exec to the first token: {run.start_seconds:.1f} s."
+            for run in comparison.runs
+        ),
+        "",
+        "Check: greedy tokens of 4 requests, teacher-forced through transformers in float32.",
+        "",
+        *(_check_line(check) for check in comparison.checks),
+        "",
+        *(f"- {key}: {value}" for key, value in comparison.environment.items()),
+        f"- date: {comparison.date}; passes: {comparison.passes} (the one with the median rate is shown)",
+        f"- command: `{comparison.command}`",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _check_line(check: Check) -> str:
+    verdict = "passed" if check.passed else "FAILED"
+    return (
+        f"- {check.engine}: {verdict}. {check.equal} of {check.tokens} tokens are the argmax; the worst lies "
+        f"{check.worst:.3f} under it (bound {check.bound})."
+    )
+
+
+def _table_lines(comparison: Comparison) -> list[str]:
+    base = comparison.runs[-1].engine
+    header = ["workload", "engine", "output tok/s", f"× {base}", "input tok/s", "TTFT", "ITL", "cached"]
+    rows = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
+    for group in zip(*(run.figures for run in comparison.runs), strict=True):
+        for run, figures in zip(comparison.runs, group, strict=True):
+            rows.append(
+                [
+                    figures.workload,
+                    run.engine,
+                    f"{figures.output_rate:,.1f}",
+                    f"{figures.output_rate / group[-1].output_rate:.2f}",
+                    f"{figures.input_rate:,.0f}",
+                    _milliseconds(figures.first_token),
+                    _milliseconds(figures.gap),
+                    f"{figures.cached_tokens / figures.prompt_tokens:.0%}",
+                ]
+            )
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def readme_table(comparison: Comparison) -> str:
+    """The first engine beside the last, one line a workload: rates, and the medians of the two times."""
+    ours, theirs = comparison.runs[0], comparison.runs[-1]
+    header = ["workload", ours.engine, theirs.engine, "ratio", "time to first token", "time between tokens"]
+    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for a, b in zip(ours.figures, theirs.figures, strict=True):
+        unit = "input tok/s" if _is_prefill(a.workload) else "tok/s"
+        times = [
+            f"{1000 * x[MEDIAN]:,.0f} / {1000 * y[MEDIAN]:,.0f} ms"
+            for x, y in ((a.first_token, b.first_token), (a.gap, b.gap))
+        ]
+        rates = [f"{_rate(figures):,.0f} {unit}" for figures in (a, b)]
+        rows.append([f"`{a.workload}`", *rates, f"{_rate(a) / _rate(b):.1f} ×", *times])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _milliseconds(percentiles: Sequence[float]) -> str:
+    return f"{1000 * percentiles[MEDIAN]:,.1f} / {1000 * percentiles[P99]:,.1f}"
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Bars of the output rate, or of the input rate where the prompt is the work.
+
+    Boxes (p25 to p75, whiskers p5 to p95) of the two times. All axes are logarithmic.
+    """
+    names = [figures.workload for figures in comparison.runs[0].figures]
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    rates, first, gap = figure.subplots(1, 3)
+    width = 0.8 / len(comparison.runs)
+    for number, run in enumerate(comparison.runs):
+        places = [place + (number - (len(comparison.runs) - 1) / 2) * width for place in range(len(names))]
+        colour = COLOURS[number]
+        bars = rates.bar(places, [_rate(figures) for figures in run.figures], width, color=colour)
+        rates.bar_label(bars, fmt="{:,.0f}", fontsize=8)
+        for axes, percentiles in (
+            (first, [figures.first_token for figures in run.figures]),
+            (gap, [figures.gap for figures in run.figures]),
+        ):
+            axes.bxp(
+                [_box(values) for values in percentiles],
+                positions=places,
+                widths=width * 0.8,
+                showfliers=False,
+                patch_artist=True,
+                boxprops={"facecolor": colour},
+                medianprops={"color": "black"},
+            )
+    for axes, title in (
+        (rates, "tokens a second"),
+        (first, "time to first token, ms"),
+        (gap, "time between tokens, ms"),
+    ):
+        axes.set_yscale("log")
+        axes.set_title(title)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(range(len(names)), names)
+        axes.grid(axis="y", alpha=0.3)
+    rates.set_xticks(range(len(names)), [f"{name}\n{'input' if _is_prefill(name) else 'output'}" for name in names])
+    handles = [Patch(color=colour, label=run.engine) for run, colour in zip(comparison.runs, COLOURS, strict=False)]
+    rates.legend(handles=handles)
+    figure.savefig(path, dpi=110)
+
+
+def _is_prefill(workload: str) -> bool:
+    return workload.startswith("prefill")
+
+
+def _rate(figures: Figures) -> float:
+    return figures.input_rate if _is_prefill(figures.workload) else figures.output_rate
+
+
+def _box(percentiles: Sequence[float]) -> dict[str, float]:
+    places = {"whislo": 5, "q1": 25, "med": 50, "q3": 75, "whishi": 95}
+    return {key: 1000 * percentiles[PERCENTS.index(percent)] for key, percent in places.items()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the table and the plot anew from stored JSON files."""
+    for argument in arguments:
+        path = Path(argument)
+        write_report(comparison_from_json(path.read_text(encoding="utf-8")), path.parent, path.stem)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""What the README says is so: its commands, its code, its settings and its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from asyncllm import EngineConfig, SamplingParams, cli, errors
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
+from benchmarks.figures import Comparison
+from benchmarks.report import comparison_from_json, readme_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def marked(name: str) -> str:
+    """The part of the README between two comments that name it."""
+    return README.split(f"<!-- {name}: begin -->\n", 1)[1].split(f"<!-- {name}: end -->", 1)[0].strip()
+
+
+def test_two_commands_come_first() -> None:
+    (block, *_) = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+    assert block.split("\n") == ["make demo", "make test", ""]
+
+
+def test_ci_runs_the_test_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert script.rstrip().splitlines()[-1] == "exec make test"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake ([a-z][a-z-]+)", README)) - {"and", "sure"}
+    assert named == {"demo", "test", "test-full", "bench"}
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_commands_exist() -> None:
+    for command in re.findall(r"^asyncllm ([a-z]+) MODEL", README, re.MULTILINE):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([command, "--help"])
+        assert exit.value.code == 0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model in place of the one that the README downloads."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return str(write_tiny_model(folder, chat_template=CHAT_TEMPLATE, config={"max_position_embeddings": 4096}))
+
+
+def test_python_blocks_run(tiny: str, tmp_path: Path) -> None:
+    assert len(PYTHON_BLOCKS) == 4
+    script = "\n".join(PYTHON_BLOCKS).replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny)
+    (tmp_path / "readme.py").write_text(script, encoding="utf-8")
+    subprocess.run([sys.executable, str(tmp_path / "readme.py")], cwd=ROOT, check=True, timeout=120)
+
+
+def test_settings_table_has_every_field_and_its_default() -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in marked("settings").splitlines()[2:]]
+    docstrings = cli._field_docstrings(EngineConfig)
+    assert rows == [[f"`{f.name}`", f"`{f.default!r}`", docstrings[f.name]] for f in fields(EngineConfig)]
+
+
+def test_sampling_parameters_are_all_named() -> None:
+    sentence = README.split("`SamplingParams` has ", 1)[1].split(".", 1)[0]
+    assert re.findall(r"`(\w+)`", sentence) == [f.name for f in fields(SamplingParams)]
+
+
+def test_errors_that_are_named_exist() -> None:
+    section = README.split("## Errors", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"`([A-Z]\w+?)s?`", section))
+    assert len(named) > 5
+    assert all(hasattr(errors, name) for name in named)
+
+
+def stored() -> Comparison:
+    return comparison_from_json((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+
+
+def test_figures_are_those_of_the_stored_run() -> None:
+    shown = marked("measured")
+    comparison = stored()
+    assert readme_table(comparison) in shown
+    assert f"`{comparison.command}`" in shown
+    assert all(check.passed for check in comparison.checks)
+    assert "(benchmarks/results/cpu.png)" in shown
+    assert "(benchmarks/results/cpu.md)" in shown
+
+
+def test_stored_results_are_complete() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    for path in folder.glob("*.json"):
+        assert json.loads(path.read_text(encoding="utf-8"))
+        assert path.with_suffix(".md").exists()
+        assert path.with_suffix(".png").exists()

@@ -1,0 +1,222 @@
+"""The same request gives the same result, however the engine comes to compute it (DESIGN's first invariant).
+
+Every variant runs the same requests on the same weights, and each completion must equal the baseline's in ids, text,
+finish and stop reason and token counts (cached tokens apart). The models are float32 with wide logit margins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncEngine, Completion, SamplingParams
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixed_windows": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+}
+SMALL_POOLS = {"llama": 15, "mixed_windows": 24}  # blocks of 16: hardly more than the longest request needs
+SHARED = list(range(40, 90))  # 50 ids: three full blocks of 16 and a bit
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Any
+    params: SamplingParams
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def requests() -> list[Request]:
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    # Short prompts with long answers: admitted together, they outgrow a small pool.
+    growing = [SamplingParams(temperature=1.0, seed=20 + i, max_tokens=70, ignore_eos=True) for i in range(5)]
+    return [
+        *(Request([11 + i], params) for i, params in enumerate(growing)),
+        Request(SHARED, greedy),
+        Request([*SHARED, 7, 8, 9], greedy),
+        Request(SHARED[:33], SamplingParams(temperature=0.8, seed=1, max_tokens=30)),
+        Request(SHARED[:32], SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=2, max_tokens=30)),
+        Request([5], SamplingParams(temperature=1.3, min_p=0.05, seed=3, max_tokens=40, ignore_eos=True)),
+        Request("The quick brown fox", SamplingParams(temperature=0.9, seed=4, max_tokens=40, stop=["e", "th"])),
+        Request("What would", SamplingParams(temperature=1.0, seed=5, min_tokens=12, max_tokens=40, stop=[" "])),
+        Request("One, two", SamplingParams(temperature=1.0, seed=6, max_tokens=50, stop_token_ids=list(range(60, 120)))),
+        Request("ten", SamplingParams(temperature=1.0, seed=7, max_tokens=50, stop=["a"], include_stop_str_in_output=True)),
+        Request([{"role": "user", "content": "Hi!"}], SamplingParams(temperature=0.7, seed=8, max_tokens=20)),
+        Request(list(range(100, 300)), SamplingParams(temperature=0.8, seed=9, max_tokens=20)),
+        Request("cut", SamplingParams(temperature=1.0, seed=10, max_tokens=1)),
+        Request("none", SamplingParams(max_tokens=0)),
+    ]
+
+
+def outcome(completion: Completion) -> tuple[Any, ...]:
+    """All of a completion that may not depend on how it was computed."""
+    usage = completion.usage
+    return (
+        completion.prompt_token_ids,
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in completion.choices],
+    )
+
+
+async def generate(engine: AsyncEngine, request: Request) -> Completion:
+    return await engine.generate(request.prompt, request.params, **request.options)
+
+
+async def together(engine: AsyncEngine) -> list[Any]:
+    return [outcome(c) for c in await asyncio.gather(*(generate(engine, request) for request in requests()))]
+
+
+async def one_by_one(engine: AsyncEngine) -> list[Any]:
+    return [outcome(await generate(engine, request)) for request in requests()]
+
+
+async def backwards(engine: AsyncEngine) -> list[Any]:
+    return [outcome(await generate(engine, request)) for request in reversed(requests())][::-1]
+
+
+async def twice(engine: AsyncEngine) -> list[Any]:
+    await together(engine)
+    warm = await together(engine)
+    assert engine.statistics().prefix_hit_rate > 0.3
+    return warm
+
+
+async def streamed(engine: AsyncEngine) -> list[Any]:
+    """Collected by hand from the deltas, which must add up to what `result()` says."""
+
+    async def one(request: Request) -> Any:
+        stream = engine.stream(request.prompt, request.params, **request.options)
+        deltas = [delta async for delta in stream]
+        completion = await stream.result()
+        assert "".join(delta.text for delta in deltas) == completion.text
+        assert tuple(i for delta in deltas for i in delta.token_ids) == completion.token_ids
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason == completion.finish_reason
+        assert deltas[-1].usage == completion.usage
+        assert all(delta.usage is None for delta in deltas[:-1])
+        return outcome(completion)
+
+    return list(await asyncio.gather(*(one(request) for request in requests())))
+
+
+async def slowly_read(engine: AsyncEngine) -> list[Any]:
+    """Read only after everything is done: pending deltas merge, nothing is lost."""
+    streams = [engine.stream(request.prompt, request.params, **request.options) for request in requests()]
+    for stream in streams:
+        await stream.start()
+    while engine.statistics().requests_running or engine.statistics().requests_waiting:
+        await asyncio.sleep(0.01)
+    return [outcome(await stream.result()) for stream in streams]
+
+
+async def with_cancelled_mates(engine: AsyncEngine) -> list[Any]:
+    """Between requests that start and are cancelled all the time."""
+
+    async def mate(seed: int) -> None:
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=60, ignore_eos=True)
+        async with engine.stream(SHARED[: 10 + seed % 30], params) as stream:
+            read = 0
+            async for _ in stream:
+                read += 1
+                if read > seed % 7:
+                    break
+
+    mates = asyncio.gather(*(mate(seed) for seed in range(30)))
+    outcomes = await together(engine)
+    await mates
+    return outcomes
+
+
+async def from_two_threads(engine: AsyncEngine) -> list[Any]:
+    """Two event loops in two threads use one engine at once."""
+    outcomes: list[list[Any]] = []
+    threads = [threading.Thread(target=lambda: outcomes.append(asyncio.run(together(engine)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    assert outcomes[0] == outcomes[1]
+    return outcomes[0]
+
+
+@dataclass(frozen=True)
+class Variant:
+    config: dict[str, Any]
+    run: Callable[[AsyncEngine], Awaitable[list[Any]]]
+    small_pool: bool = False
+
+
+BASE = {"dtype": "float32", "block_size": 16, "num_blocks": 400, "max_model_len": 512}
+VARIANTS = {
+    "together": Variant({}, together),
+    "backwards": Variant({}, backwards),
+    "warm_cache": Variant({}, twice),
+    "streamed": Variant({}, streamed),
+    "slowly_read": Variant({}, slowly_read),
+    "cancelled_mates": Variant({}, with_cancelled_mates),
+    "two_threads": Variant({}, from_two_threads),
+    "no_prefix_cache": Variant({"prefix_caching": False}, together),
+    "chunked_prefill": Variant({"max_batched_tokens": 19}, together),
+    "few_rows": Variant({"max_num_seqs": 2}, together),
+    "blocks_of_8": Variant({"block_size": 8}, twice),
+    "blocks_of_64": Variant({"block_size": 64, "num_blocks": 100}, together),
+    "run_ahead_0": Variant({"run_ahead": 0}, together),
+    "run_ahead_2": Variant({"run_ahead": 2}, together),
+    "small_pool_run_ahead_0": Variant({"run_ahead": 0}, together, small_pool=True),
+    "small_pool": Variant({}, together, small_pool=True),
+    "small_pool_run_ahead_2": Variant({"run_ahead": 2, "max_batched_tokens": 40}, together, small_pool=True),
+    "small_pool_no_cache": Variant({"prefix_caching": False}, together, small_pool=True),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return write_tiny_model(folder, config=MODELS[request.param], chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def baseline(model: Path) -> list[Any]:
+    async def run() -> list[Any]:
+        async with AsyncEngine(str(model), **BASE, run_ahead=1) as engine:
+            return await one_by_one(engine)
+
+    return asyncio.run(run())
+
+
+def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> None:
+    finishes = [choices[0][3] for *_, choices in baseline]
+    assert {"stop", "length"} <= set(finishes)
+    stop_reasons = [choices[0][4] for *_, choices in baseline]
+    assert any(isinstance(reason, str) for reason in stop_reasons)
+    assert any(isinstance(reason, int) for reason in stop_reasons)
+    assert len({choices[0][1] for *_, choices in baseline}) > 8  # the answers differ from one another
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_variant_equals_baseline(name: str, model: Path, baseline: list[Any]) -> None:
+    variant = VARIANTS[name]
+    pool = {"num_blocks": SMALL_POOLS[model.name]} if variant.small_pool else {}
+    async with AsyncEngine(str(model), **{**BASE, **variant.config, **pool}) as engine:
+        outcomes = await variant.run(engine)
+        statistics = engine.statistics()
+        assert statistics.blocks_used == statistics.rows_used == 0
+        assert statistics.blocks_used + statistics.blocks_cached + statistics.blocks_free == statistics.blocks_total
+        if variant.small_pool:
+            assert statistics.preemptions > 0
+    for mine, theirs, request in zip(outcomes, baseline, requests(), strict=True):
+        assert mine == theirs, request
