@@ -35,7 +35,19 @@ _HOMES = {
     "TokenStream": "asyncllm.engine.async_engine",
     "Usage": "asyncllm.results",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "AsyncLLMError",
+    "Choice",
+    "Completion",
+    "EngineConfig",
+    "FinishReason",
+    "SamplingParams",
+    "TokenDelta",
+    "TokenStream",
+    "Usage",
+]
 __version__ = "0.1.0"
 
 logging.getLogger("asyncllm").addHandler(logging.NullHandler())

@@ -1,0 +1,271 @@
+"""AsyncEngine: the caller's side of an engine. Everything that takes long is done on other threads.
+
+Does not belong here: what happens to a request (`core`), reading one (`stream`), loading (`model`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+import anyio
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine import process
+from asyncllm.engine.core import Core
+from asyncllm.engine.engine_thread import EngineThread
+from asyncllm.engine.mailbox import Mailbox
+from asyncllm.engine.model import ModelLoader, model_loader
+from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
+from asyncllm.engine.stream import TokenStream
+from asyncllm.errors import EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
+from asyncllm.metrics import EngineStatistics
+from asyncllm.params import SamplingParams
+from asyncllm.results import Completion
+
+__all__ = ["AsyncEngine", "RequestOptions", "TokenStream"]
+
+Result = TypeVar("Result")
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of `AsyncEngine.stream`."""
+
+    request_id: str | None
+    priority: int
+    deadline: float | None
+    cache_salt: str | None
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
+
+
+class AsyncEngine:
+    """A model that serves this program. One engine may be used from several event loops and threads at once.
+
+    `model` is a Hub id, a folder or a .gguf file; or a coroutine function that brings up a model of its own
+    (`asyncllm.engine.model.ModelLoader`). Settings are `config`, with `overrides` by name. Close it; dropping it while
+    no stream of it is held has the same effect, some time later.
+
+        async with AsyncEngine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
+            async for delta in engine.stream("The capital of France is"):
+                print(delta.text, end="")
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | ModelLoader, *, config: EngineConfig | None = None, **overrides: Any
+    ) -> None:
+        self._config = (config or EngineConfig()).override(**overrides)
+        self._load: ModelLoader = model if callable(model) else model_loader(os.fspath(model))
+        self._pid: int | None = None  # of the process that started it; before, it may be inherited by a fork
+        self._lock = threading.Lock()  # of the two below, for tasks that start and close it in different threads
+        self._thread: EngineThread | None = None
+        self._closed = False
+        self._unsubmitted: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises the `ModelLoadError` that says why it cannot.
+
+        Cancelling it closes the engine; loading then ends in the background.
+        """
+        self._check_process()
+        _require_asyncio()
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed; make another one")
+            self._pid = process.pid
+            is_first = self._thread is None
+            if self._thread is None:
+                self._thread = EngineThread(self._load, self._config)
+                self._thread.start()
+                # Nobody can use an engine that was dropped. As for a stream, the callback takes no lock.
+                weakref.finalize(self, self._thread.stop).atexit = False
+            thread = self._thread
+        try:
+            await asyncio.wrap_future(thread.started)
+        except asyncio.CancelledError:
+            if is_first:
+                self._closed = True
+                thread.stop()
+            raise
+        except BaseException:
+            with self._lock:
+                if self._thread is thread:
+                    self._thread = None  # all is given back, and it may be tried again
+            raise
+
+    async def aclose(self, drain: float = 0.0) -> None:
+        """Take no more requests, let the others go on for at most `drain` seconds, then end them with `EngineClosed`.
+
+        Returns when threads and memory are given back. Cancelling it cuts the drain short, no more. Idempotent.
+        """
+        self._check_process()
+        _require_asyncio()
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is None:
+            return
+        thread.stop(drain)
+        interruption: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):  # else a cancelled scope of the caller would cancel each wait anew
+            while not thread.stopped.done():
+                try:
+                    await asyncio.wrap_future(thread.stopped)
+                except asyncio.CancelledError as error:
+                    interruption = error
+                    thread.stop()
+        thread.join()
+        if interruption is not None:
+            raise interruption
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def stream(  # noqa: PLR0913  # all but the first two by keyword
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> TokenStream:
+        """A stream of the answer to a text, chat messages or token ids. Nothing happens until it is used.
+
+        `priority`: lower is served first. `deadline`: seconds from now; a request that is not done by then ends with
+        `finish_reason="deadline"`. `cache_salt`: cached prefixes are shared only with requests of the same salt.
+        `tools`, `chat_template_kwargs` and `continue_final_message` are for the chat template. Raises
+        `InvalidParamsError`; what is wrong with the prompt is raised when the stream is used.
+        """
+        params = SamplingParams() if params is None else params
+        _check_options(params, request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
+        now = time.monotonic()
+        submission = Submission(
+            prompt=prompt,
+            params=params,
+            arrival=now,
+            chat=ChatOptions(tools, chat_template_kwargs or {}, continue_final_message),
+            priority=priority,
+            deadline=None if deadline is None else now + deadline,
+            cache_salt=cache_salt,
+        )
+        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}")
+        self._unsubmitted[id(mailbox)] = mailbox
+        return TokenStream(mailbox, submission, self._submit)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Completion:
+        """The same as `stream`, collected. Cancelling it aborts the request."""
+        return await self.stream(prompt, params, **options).result()
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it stands; its stream sees `finish_reason="abort"`. Nothing happens if it is over."""
+        self._check_process()
+        for reference in self._unsubmitted.valuerefs():
+            mailbox = reference()
+            if mailbox is not None and mailbox.request_id == request_id:
+                mailbox.aborted = True
+        if self._thread is not None and self._thread.started.done():
+            self._core().abort(request_id)
+
+    async def tokenize(
+        self,
+        prompt: str | Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The token ids that a text or chat messages come to as a prompt."""
+        chat = ChatOptions(tools, chat_template_kwargs or {}, continue_final_message)
+        return await self._on_worker(prompt, lambda preparation: preparation.tokenize(prompt, chat))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return await self._on_worker(
+            token_ids, lambda preparation: preparation.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text that chat messages come to."""
+        chat = ChatOptions(tools, chat_template_kwargs or {}, continue_final_message)
+        return await self._on_worker(messages, lambda preparation: preparation.render(messages, chat))
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""
+        return self._core().statistics()
+
+    def _submit(self, mailbox: Mailbox) -> Core:
+        core = self._core()
+        self._unsubmitted.pop(id(mailbox), None)
+        return core
+
+    def _check_process(self) -> None:
+        if self._pid is not None:
+            process.check(self._pid)
+
+    def _core(self) -> Core:
+        self._check_process()
+        if self._thread is None or not self._thread.started.done():
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            raise EngineNotStarted("start the engine first: `async with engine:` or `await engine.start()`")
+        return self._thread.started.result()
+
+    async def _on_worker(self, text: Prompt, work: Callable[[Preparation], Result]) -> Result:
+        _require_asyncio()
+        core = self._core()
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        return await asyncio.wrap_future(core.on_worker(count_characters(text), work))
+
+
+def _require_asyncio() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise EngineError("no asyncio event loop runs here; an engine is used from asyncio tasks") from None
+
+
+def _check_options(
+    params: object, *, request_id: object, priority: object, deadline: object, cache_salt: object
+) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidParamsError(f"params must be a SamplingParams, got {params!r}")
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise InvalidParamsError(f"request_id must be a string that is not empty, got {request_id!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParamsError(f"priority must be a whole number, got {priority!r}")
+    if deadline is not None and (
+        isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline)
+    ):
+        raise InvalidParamsError(f"deadline must be a number of seconds, got {deadline!r}")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidParamsError(f"cache_salt must be a string, got {cache_salt!r}")

@@ -1,0 +1,129 @@
+"""Mailbox: what the engine's thread leaves for one stream, and how the stream's event loop hears of it.
+
+Every field is written by one thread only, so no lock is needed: the engine's thread appends and then looks whether
+somebody waits; the stream says that it waits and then looks again. One of the two sees the other. (Each step here is
+one operation under the interpreter lock, and atomic without it too.)
+
+A mailbox knows nothing of its stream, so a stream that is dropped is gone even while its request runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from asyncllm.engine.plan import Int32Array
+from asyncllm.errors import AsyncLLMError
+from asyncllm.metrics import RequestMetrics
+from asyncllm.results import FinishReason, Usage
+
+
+class Stage(Enum):
+    """Where a stream stands in its life. `NEW` belongs to the stream, the rest to the engine's thread."""
+
+    NEW = auto()
+    PREPARING = auto()  # tokenised and validated on a worker thread
+    QUEUED = auto()  # handed to the scheduler
+    RUNNING = auto()  # planned into a step
+    DONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request came to its end, errors apart."""
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    tail: str  # text that was held back and belongs behind the last token's
+    usage: Usage
+    metrics: RequestMetrics
+
+
+class Mailbox:
+    """Holds all that a request has produced; its stream keeps a place in it. What is unread needs no merging."""
+
+    __slots__ = (
+        "__weakref__",
+        "aborted",
+        "consumer",
+        "ending",
+        "failure",
+        "ids",
+        "prompt",
+        "released",
+        "request_id",
+        "signalled",
+        "stage",
+        "texts",
+        "waiter",
+        "watchers",
+    )
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        # Written by the engine's thread.
+        self.ids: list[int] = []
+        self.texts: list[str] = []  # one for each of `ids`, appended before it; stays empty without a tokenizer
+        self.prompt: Int32Array = np.empty(0, dtype=np.int32)
+        self.stage = Stage.NEW
+        self.ending: Ending | None = None  # set after the last of `ids`
+        self.failure: AsyncLLMError | None = None  # in place of an ending
+        self.released = False  # row and blocks are free; set after `ending` or `failure`
+        self.consumer: ConsumerLoop | None = None
+        # Written by the thread of the stream's loop.
+        self.aborted = False  # before it was submitted: ends as soon as it is
+        self.waiter: asyncio.Future[None] | None = None  # of the one task that waits for the next token
+        self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
+        # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
+        self.signalled = False
+
+    @property
+    def done(self) -> bool:
+        """No more tokens will come."""
+        return self.ending is not None or self.failure is not None
+
+    def notify(self) -> None:
+        """Have the stream's loop look at this mailbox after the turn. Engine thread."""
+        if not self.signalled and self.consumer is not None:
+            self.signalled = True
+            self.consumer.batch.append(self)
+
+
+class ConsumerLoop:
+    """An event loop that reads streams, as the engine's thread sees it."""
+
+    __slots__ = ("batch", "loop", "mailboxes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.batch: list[Mailbox] = []  # to look at, once this turn is over
+        self.mailboxes: dict[int, Mailbox] = {}  # by internal id, until released
+
+    def send(self) -> bool:
+        """Wake the loop once for the whole batch. False when it is closed."""
+        if self.batch:
+            batch, self.batch = self.batch, []
+            try:
+                self.loop.call_soon_threadsafe(_wake, batch)
+            except RuntimeError:  # how event loops say that they are closed
+                return False
+        return not self.loop.is_closed()
+
+
+def _wake(batch: list[Mailbox]) -> None:
+    """On the consumers' loop: wake every task that waits at one of these mailboxes."""
+    for mailbox in batch:
+        mailbox.signalled = False  # first, so that what comes from now on is signalled anew
+        waiter = mailbox.waiter
+        if waiter is not None:
+            mailbox.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        if mailbox.watchers:
+            watchers, mailbox.watchers = mailbox.watchers, []
+            for watcher in watchers:
+                if not watcher.done():
+                    watcher.set_result(None)

@@ -1,0 +1,214 @@
+"""From what a caller asked for to what the scheduler needs: tokenised, validated, every default resolved.
+
+All of it runs on worker threads. Nothing here knows of other requests: what depends on them (a duplicate id, the
+size of the pool) is checked on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncllm.engine.model import ServedModel
+from asyncllm.engine.plan import Int32Array, RowSampling
+from asyncllm.engine.scheduling.request import RequestSpec
+from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
+from asyncllm.outputs.detokenizer import TextStream
+from asyncllm.outputs.stop_matcher import StopMatcher
+from asyncllm.params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
+"""A text, chat messages, or token ids."""
+
+DEFAULTS: Mapping[str, float | int] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How chat messages become a text; without a meaning for other prompts."""
+
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One request as its caller stated it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    arrival: float  # of `stream()`, time.monotonic()
+    chat: ChatOptions
+    priority: int = 0
+    deadline: float | None = None  # absolute
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One request, ready to be scheduled."""
+
+    token_ids: Int32Array
+    sampling: RowSampling
+    max_tokens: int | None  # None: to the end of the context
+    min_tokens: int
+    stop_token_ids: frozenset[int]  # all that end the request
+    detokenizer: TextStream | None
+    matcher: StopMatcher | None
+
+    def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
+        """What the scheduler is told. Not for `max_tokens` of 0, which needs no scheduling."""
+        return RequestSpec(
+            request=request,
+            token_ids=self.token_ids,
+            sampling=self.sampling,
+            max_tokens=max_model_len if self.max_tokens is None else self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            arrival=submission.arrival,
+            priority=submission.priority,
+            deadline=submission.deadline,
+            cache_salt=submission.cache_salt,
+        )
+
+
+class Preparation:
+    """Prepares requests for one model. Holds no state of a request; any number of threads may use it at once."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._defaults = {**DEFAULTS, **model.sampling_defaults}
+        facts = model.facts
+        self._limit = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+
+    def prepare(self, submission: Submission) -> Prepared:
+        """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
+        params, model = submission.params, self._model
+        self._check_params(params)
+        token_ids = self._prompt_array(submission.prompt, submission.chat)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= model.eos_token_ids
+        detokenizer = None
+        if model.tokenizer is not None:
+            detokenizer = model.tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
+            )
+        stops = tuple(params.stop)
+        return Prepared(
+            token_ids=token_ids,
+            sampling=self._sampling(params, len(token_ids), stop_ids),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=stop_ids,
+            detokenizer=detokenizer,
+            matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
+        )
+
+    def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
+        """The ids of a text, by the tokenizer's own rule for special tokens, or of messages, by the template's."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise InvalidPromptError("this model has no tokenizer; give token ids")
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, add_special_tokens=True, limit=limit)
+        return tokenizer.encode(self.render(prompt, chat), add_special_tokens=False, limit=limit)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of these ids."""
+        if self._model.tokenizer is None:
+            raise InvalidPromptError("this model has no tokenizer")
+        ids = self._id_array(token_ids).tolist()
+        return self._model.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def render(self, messages: Messages, chat: ChatOptions) -> str:
+        """The text of chat messages."""
+        template = self._model.chat_template
+        if template is None:
+            raise ChatTemplateError(
+                "this model has no chat template: give text or token ids, or a template as EngineConfig.chat_template"
+            )
+        variables = {"add_generation_prompt": True, **chat.template_kwargs}
+        return template.render(
+            messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
+        )
+
+    def _prompt_array(self, prompt: Prompt, chat: ChatOptions) -> Int32Array:
+        if isinstance(prompt, str) or is_messages(prompt):
+            array = np.array(self.tokenize(prompt, chat, limit=self._limit), dtype=np.int32)
+            if len(array) == 0:
+                raise InvalidPromptError("the prompt is empty" if not prompt else "the prompt has no token")
+            return array
+        return self._id_array(prompt, limit=self._limit)
+
+    def _id_array(self, ids: Any, limit: int | None = None) -> Int32Array:
+        """[n] int32, n >= 1, all within the vocabulary."""
+        try:
+            count = len(ids)
+        except TypeError:
+            raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}") from None
+        if limit is not None and count > limit:  # first: converting millions of ids holds the interpreter lock
+            raise ContextLengthError(f"the prompt has {count:,} tokens; the context is {limit:,}")
+        if count == 0:
+            raise InvalidPromptError("the prompt is empty")
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError, OverflowError):
+            array = np.empty(0, dtype=object)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}")
+        low, high, vocab_size = int(array.min()), int(array.max()), self._model.facts.vocab_size
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidPromptError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
+        return array.astype(np.int32)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self._model.facts.vocab_size
+        for token_id in params.stop_token_ids:
+            if token_id >= vocab_size:
+                raise InvalidParamsError(
+                    f"stop_token_ids: {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
+                )
+        if params.stop and self._model.tokenizer is None:
+            raise InvalidParamsError("stop strings need a tokenizer, which this model does not have")
+
+    def _sampling(self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int]) -> RowSampling:
+        chosen = {
+            name: default if (value := getattr(params, name)) is None else value
+            for name, default in self._defaults.items()
+        }
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        return RowSampling(
+            temperature=float(chosen["temperature"]),
+            top_k=int(chosen["top_k"]),
+            top_p=float(chosen["top_p"]),
+            min_p=float(chosen["min_p"]),
+            seed=seed,
+            suppress_before=prompt_tokens + params.min_tokens if params.min_tokens else 0,
+            suppressed=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        )
+
+
+def is_messages(prompt: object) -> TypeGuard[Messages]:
+    """Whether a prompt is a list of chat messages: its first item is a mapping."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def count_characters(prompt: object) -> int:
+    """About how much text there is to tokenise."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not is_messages(prompt):
+        return 0
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -1,0 +1,46 @@
+"""RequestText: the text of one request, from the ids of its steps to what its stream may show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncllm.outputs.detokenizer import TextStream
+from asyncllm.outputs.stop_matcher import StopMatcher
+
+
+class RequestText:
+    """Detokenises, and looks for stop strings in what comes after the first `min_tokens` tokens."""
+
+    __slots__ = ("_detokenizer", "_found", "_matcher", "_push_ids", "_push_text", "_request", "_unmatched")
+
+    def __init__(
+        self, request: int, detokenizer: TextStream, matcher: StopMatcher, *, min_tokens: int, found: list[int]
+    ) -> None:
+        self._request = request
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._push_ids = detokenizer.push
+        self._push_text = matcher.push
+        self._unmatched = min_tokens  # so many more ids come before stop strings count
+        self._found = found  # where the request is named once a stop string was found: the core's, for all requests
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found."""
+        return self._matcher.matched
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text of one more id that may be shown."""
+        text = self._push_ids(ids)
+        if self._unmatched:
+            self._unmatched -= 1
+            return text
+        text = self._push_text(text, self._detokenizer.held)
+        if self._matcher.matched is not None:
+            self._found.append(self._request)
+        return text
+
+    def flush(self) -> str:
+        """The rest at the end of the request; a stop string may still be found in it."""
+        text = self._detokenizer.flush()
+        return text if self._unmatched else self._push_text(text) + self._matcher.flush()

@@ -1,0 +1,216 @@
+"""TokenStream: the caller's end of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from asyncllm.engine import process
+from asyncllm.engine.core import Core
+from asyncllm.engine.mailbox import Ending, Mailbox, Stage
+from asyncllm.engine.preparation import Submission
+from asyncllm.errors import EngineError, RequestError
+from asyncllm.results import Choice, Completion, TokenDelta
+
+
+class TokenStream:
+    """An async iterator of `TokenDelta`s, and an async context manager.
+
+    Made by `AsyncEngine.stream()`, submitted when first iterated or entered, or by `start()`. From then on it belongs
+    to the event loop it was submitted in, and one task may iterate it at a time. The request is aborted by leaving
+    the `async with` block, by `aclose()`, by cancelling the task that waits in it, and by dropping it.
+
+    Each delta has all that is new since the one before, so a slow reader gets fewer and longer ones.
+    """
+
+    def __init__(self, mailbox: Mailbox, submission: Submission, submit: Callable[[Mailbox], Core]) -> None:
+        self._mailbox = mailbox
+        self._submission: Submission | None = submission  # until submitted
+        self._engine = submit  # the engine's core; raises while it has none
+        self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
+        self._pid = process.pid  # likewise
+        self._finalizer: weakref.finalize[[int], TokenStream] | None = None
+        self._read = 0  # how many of the mailbox's ids are past
+        self._over = False  # the last delta was read, or the stream was closed
+
+    @property
+    def request_id(self) -> str:
+        """The name that `AsyncEngine.abort()` knows the request by."""
+        return self._mailbox.request_id
+
+    async def start(self) -> None:
+        """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
+        self._submit()
+        try:
+            await self._until(lambda: self._mailbox.stage not in (Stage.NEW, Stage.PREPARING))
+        except BaseException:
+            self._leave()
+            raise
+        if self._mailbox.failure is not None:
+            raise self._mailbox.failure
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        mailbox = self._mailbox
+        ids, texts = mailbox.ids, mailbox.texts
+        if self._loop is None and not self._over:
+            await self.start()
+        elif len(ids) > self._read and mailbox.ending is None:
+            await self._pause()
+        while True:
+            ending = mailbox.ending  # before the ids are counted: it is set after the last of them
+            read, known = self._read, len(ids)
+            if ending is not None or self._over:
+                return self._last_delta(ending)
+            if known > read:
+                self._read = known
+                if known == read + 1:
+                    return TokenDelta(texts[read] if texts else "", (ids[read],))
+                return TokenDelta("".join(texts[read:known]), tuple(ids[read:known]))
+            if mailbox.failure is not None:
+                return self._last_delta(None)
+            waiter = self._make_waiter()
+            if len(ids) > known or mailbox.done:  # it came before the engine could see the waiter
+                mailbox.waiter = None
+                continue
+            try:
+                await waiter
+            except BaseException:
+                mailbox.waiter = None
+                self._leave()
+                raise
+
+    async def result(self) -> Completion:
+        """Everything that the request came to, what was read before included.
+
+        Waits for the end, without waking up for each token.
+        """
+        mailbox = self._mailbox
+        if not (self._over and self._loop is not None):
+            await self.start()
+        try:
+            await self._until(lambda: mailbox.done)
+        except BaseException:
+            self._leave()
+            raise
+        if mailbox.ending is None:
+            assert mailbox.failure is not None
+            raise mailbox.failure
+        self._finish()
+        ending, ids = mailbox.ending, tuple(mailbox.ids)
+        text = "".join(mailbox.texts) + ending.tail
+        return Completion(
+            request_id=mailbox.request_id,
+            choices=(Choice(0, text, ids, ending.reason, ending.stop_reason),),
+            usage=ending.usage,
+            prompt_token_ids=tuple(mailbox.prompt.tolist()),
+            metrics=ending.metrics,
+        )
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended, and return when its row and blocks are free.
+
+        Cancelling the task does not make it return before. Idempotent; a stream that is closed is over.
+        """
+        if self._loop is not None:
+            process.check(self._pid)
+        self._leave()
+        if self._loop is None:
+            return
+        interruption: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):  # else a cancelled scope of the caller would cancel each wait anew
+            while not self._mailbox.released:
+                try:
+                    await self._until(lambda: self._mailbox.released)
+                except asyncio.CancelledError as error:
+                    interruption = error
+        if interruption is not None:
+            raise interruption
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _submit(self) -> None:
+        if self._loop is not None:
+            return process.check(self._pid)
+        if self._over or self._submission is None:
+            raise RequestError("this stream was closed before it was started")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise EngineError("no asyncio event loop runs here: a stream is read in an asyncio task") from None
+        core = self._engine(self._mailbox)
+        request = core.open(self._mailbox, self._submission, loop)
+        self._loop, self._pid, self._submission = loop, process.pid, None
+        # The callback takes no lock: a collection may call it anywhere. It must not know the stream.
+        self._finalizer = weakref.finalize(self, core.abandon, request)
+        self._finalizer.atexit = False
+
+    async def _pause(self) -> None:
+        """Let the loop have its turn: a reader that is slower than the engine never waits otherwise."""
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _make_waiter(self) -> asyncio.Future[None]:
+        """For the one task that waits for the next token."""
+        if process.pid != self._pid:
+            process.check(self._pid)
+        if self._mailbox.waiter is not None:
+            raise RuntimeError("another task waits for this stream's next token")
+        assert self._loop is not None
+        waiter = self._mailbox.waiter = self._loop.create_future()
+        return waiter
+
+    def _last_delta(self, ending: Ending | None) -> TokenDelta:
+        """What is left once no more will come."""
+        if self._over:
+            raise StopAsyncIteration
+        mailbox, read = self._mailbox, self._read
+        if ending is None:
+            self._finish()
+            assert mailbox.failure is not None
+            raise mailbox.failure
+        text = "".join(mailbox.texts[read:]) + ending.tail
+        ids = tuple(mailbox.ids[read:])
+        self._finish()
+        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that the engine's thread will tell this mailbox."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            raise EngineError("this stream was started in another event loop")
+        while not reached():
+            watcher: asyncio.Future[None] = loop.create_future()
+            self._mailbox.watchers.append(watcher)
+            if reached():  # it came before the engine could see the watcher
+                return
+            await watcher
+
+    def _leave(self) -> None:
+        """Nobody will read on: abort the request, if it runs."""
+        self._over = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _finish(self) -> None:
+        """All is read: nothing is left to abort."""
+        self._read, self._over = len(self._mailbox.ids), True
+        if self._finalizer is not None:
+            self._finalizer.detach()

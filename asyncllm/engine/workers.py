@@ -1,0 +1,39 @@
+"""Workers: the threads that tokenise and render, so that nothing of it is done on an event loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+THREADS = min(4, os.cpu_count() or 1)
+LONG_TEXT = 100_000
+"""Characters from which on a text has a thread of its own: about 0.1 s of work."""
+
+
+class Workers:
+    """Several threads for what is short, and one for what is long: a prompt of megabytes delays only its like."""
+
+    def __init__(self, short: Executor, long: Executor) -> None:
+        self.short = short
+        self._long = long
+
+    @classmethod
+    def start(cls) -> Workers:
+        """Threads are made when there is work for them."""
+        return cls(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-worker"),
+            ThreadPoolExecutor(1, thread_name_prefix="asyncllm-long-worker"),
+        )
+
+    def submit(self, characters: int, work: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Have work on a text of so many characters done. Raises `RuntimeError` after `shutdown`."""
+        return (self._long if characters >= LONG_TEXT else self.short).submit(work, *args)
+
+    def shutdown(self) -> None:
+        """Wait for what is being done; what has not begun is dropped."""
+        for executor in (self.short, self._long):
+            executor.shutdown(cancel_futures=True)

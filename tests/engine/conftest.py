@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer of 512 tokens, with a chat template."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    return Tokenizer.load(TokenizerData(folder=folder))
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Every thread that the test brings about is gone at its end, the process-wide exit watcher apart."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.name != "asyncllm-exit"]
+    assert not left
+
+
+async def eventually(reached: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for something that another thread brings about."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it never came about"
+        await asyncio.sleep(0.005)
