@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -146,3 +148,8 @@ def test_a_scheduler_that_stops_is_found() -> None:
     simulation.add(next(random_specs(random.Random(3), 40)))
     with pytest.raises(AssertionError, match="nothing is planned"):
         simulation.finish()
+
+
+def test_only_the_strategies_need_hypothesis() -> None:
+    code = "import sys, asyncllm.testing.simulation; sys.exit('hypothesis' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -46,7 +47,8 @@ class PlanDriver:
     @classmethod
     async def load(cls, path: Path, **overrides: object) -> Self:
         config = EngineConfig(num_blocks=256, max_num_seqs=16).override(**overrides)
-        return cls(*await load_runner(resolve_source(str(path), config), config))
+        source = await asyncio.to_thread(resolve_source, str(path), config)
+        return cls(*await load_runner(source, config))
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def facts_of(path: Path, **overrides: Any) -> ModelFacts:
     config = EngineConfig(max_num_seqs=4).override(**overrides)
-    runner, facts = await load_runner(resolve_source(str(path), config), config)
+    source = await asyncio.to_thread(resolve_source, str(path), config)
+    runner, facts = await load_runner(source, config)
     await runner.aclose()
     return facts
 
