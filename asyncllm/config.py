@@ -1,8 +1,9 @@
-"""EngineConfig: every setting of an engine. The only module that reads environment variables."""
+"""EngineConfig: every setting of an engine. The only module that may read environment variables; so far none does."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -14,8 +15,9 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine is built. Frozen; unknown keys and impossible values raise `ConfigError`. Sizes in tokens
-    unless a name says bytes; None means: chosen for the model and the machine at start."""
+    """How an engine is built. Frozen; impossible values raise `ConfigError`, unknown names `TypeError` here and
+    `ConfigError` in `override`. Sizes are in tokens, `kv_cache_memory` in bytes. None means: chosen for the model and
+    the machine at start."""
 
     dtype: DType = "auto"
     """Of weights and activations."""
@@ -54,19 +56,23 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         if not isinstance(self.device, str) or not (
-            self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal()
+            self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)
         ):
             raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}')
         for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "num_blocks", "kv_cache_memory", "threads"):
             _positive(name, getattr(self, name))
+        _positive("block_size", self.block_size)
         if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"block_size must be a power of two from 8 to 256, got {self.block_size!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("give num_blocks or kv_cache_memory, not both")
-        if isinstance(self.run_ahead, bool) or self.run_ahead not in (0, 1, 2):
+        if type(self.run_ahead) is not int or self.run_ahead not in (0, 1, 2):
             raise ConfigError(f"run_ahead must be 0, 1 or 2, got {self.run_ahead!r}")
         if not isinstance(self.ageing_seconds, int | float) or not self.ageing_seconds > 0:
             raise ConfigError(f"ageing_seconds must be above 0, got {self.ageing_seconds!r}")
+        for name in ("revision", "chat_template"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
         for name in ("prefix_caching", "model_defaults"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")

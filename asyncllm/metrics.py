@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 class RequestMetrics:
     """When one request reached each stage; None for a stage it never reached."""
 
-    arrival: float  # stream() was started
+    arrival: float  # stream() was called
     queued: float | None = None  # tokenised, validated and handed to the scheduler
     scheduled: float | None = None  # first planned into a step
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: float | None = None  # the end of a request that has tokens, whichever way it ended
     preemptions: int = 0
 
     @property

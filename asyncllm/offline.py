@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -144,6 +144,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt as a list of one. What holds numbers or messages is a prompt, what holds prompts is a list of them."""
     if isinstance(prompts, str) or is_messages(prompts):
         return [prompts]
+    if isinstance(prompts, Mapping | bytes):
+        raise InvalidPromptError(f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}")
     try:
         many = list(prompts)
     except TypeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,10 @@ from asyncllm.errors import InvalidParamsError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
+MAX_TEMPERATURE = 3.4e38
+"""The largest that float32 holds, as devices do."""
+MAX_COUNT = 2**31 - 1
+"""The largest that int32 holds, as devices do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,8 @@ class SamplingParams:
     max_tokens: int | None = None
     """Generate at most this many tokens; 0 gives an empty answer, None goes on to the end of the context."""
     min_tokens: int = 0
-    """No end-of-sequence id, stop id or stop string ends the request before this many tokens."""
+    """No end-of-sequence id, stop id or stop string ends the request before this many tokens. A stop string counts only
+    where all of it comes after them."""
     stop: str | Sequence[str] = ()
     """Strings that end the text, matched on the decoded text wherever the tokens are cut."""
     stop_token_ids: Sequence[int] = ()
@@ -47,15 +51,15 @@ class SamplingParams:
     """Leave the tokenizer's special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_integer("top_k", self.top_k, 0, None)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_integer("top_k", self.top_k, 0, MAX_COUNT)
         _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         _check_integer("max_tokens", self.max_tokens, 0, None)
         if self.min_tokens is None:
             raise InvalidParamsError("min_tokens must be a whole number, got None")
-        _check_integer("min_tokens", self.min_tokens, 0, None)
+        _check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParamsError(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -70,9 +74,8 @@ def _check_number(name: str, value: float | None, low: float, high: float, *, ab
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParamsError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (above and value == low):
-        interval = f"{'(' if above else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
-        raise InvalidParamsError(f"{name} must be in {interval}, got {value!r}")
+    if not low <= value <= high or (above and value == low):  # the first is false for what is not a number
+        raise InvalidParamsError(f"{name} must be in {'(' if above else '['}{low:g}, {high:g}], got {value!r:.80}")
 
 
 def _check_integer(name: str, value: int | None, low: int, high: int | None) -> None:

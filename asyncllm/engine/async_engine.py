@@ -6,13 +6,14 @@ Does not belong here: what happens to a request (`core`), reading one (`stream`)
 from __future__ import annotations
 
 import asyncio
-import math
 import os
+import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -26,7 +27,7 @@ from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
-from asyncllm.errors import EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
+from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
 from asyncllm.metrics import EngineStatistics
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion
@@ -83,12 +84,12 @@ class AsyncEngine:
                 raise EngineClosed("the engine is closed; make another one")
             self._pid = process.pid
             is_first = self._thread is None
-            if self._thread is None:
-                self._thread = EngineThread(self._load, self._config)
-                self._thread.start()
+            thread = self._thread or EngineThread(self._load, self._config)
+            if is_first:
+                thread.start()
+                self._thread = thread
                 # Nobody can use an engine that was dropped. As for a stream, the callback takes no lock.
-                weakref.finalize(self, self._thread.stop).atexit = False
-            thread = self._thread
+                weakref.finalize(self, thread.stop).atexit = False
         try:
             await asyncio.wrap_future(thread.started)
         except asyncio.CancelledError:
@@ -97,6 +98,7 @@ class AsyncEngine:
                 thread.stop()
             raise
         except BaseException:
+            thread.join()
             with self._lock:
                 if self._thread is thread:
                     self._thread = None  # all is given back, and it may be tried again
@@ -109,6 +111,8 @@ class AsyncEngine:
         """
         self._check_process()
         _require_asyncio()
+        if isinstance(drain, bool) or not isinstance(drain, int | float) or not 0 <= drain <= sys.float_info.max:
+            raise ConfigError(f"drain must be a number of seconds, at least 0, got {drain!r:.80}")
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -181,6 +185,8 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request wherever it stands; its stream sees `finish_reason="abort"`. Nothing happens if it is over."""
         self._check_process()
+        if not isinstance(request_id, str):
+            raise InvalidParamsError(f"request_id must be a string, got {request_id!r}")
         for reference in self._unsubmitted.valuerefs():
             mailbox = reference()
             if mailbox is not None and mailbox.request_id == request_id:
@@ -222,10 +228,12 @@ class AsyncEngine:
         """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""
         return self._core().statistics()
 
-    def _submit(self, mailbox: Mailbox) -> Core:
+    def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Hand a request to the engine. Returns what abandons it, which takes no lock."""
         core = self._core()
-        self._unsubmitted.pop(id(mailbox), None)
-        return core
+        request = core.open(mailbox, submission, loop)
+        self._unsubmitted.pop(id(mailbox), None)  # after it was opened: `abort` looks here first, so it misses none
+        return partial(core.abandon, request)
 
     def _check_process(self) -> None:
         if self._pid is not None:
@@ -264,8 +272,8 @@ def _check_options(
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidParamsError(f"priority must be a whole number, got {priority!r}")
     if deadline is not None and (
-        isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline)
+        isinstance(deadline, bool) or not isinstance(deadline, int | float) or not abs(deadline) <= sys.float_info.max
     ):
-        raise InvalidParamsError(f"deadline must be a number of seconds, got {deadline!r}")
+        raise InvalidParamsError(f"deadline must be a number of seconds, got {deadline!r:.80}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidParamsError(f"cache_salt must be a string, got {cache_salt!r}")

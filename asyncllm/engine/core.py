@@ -49,7 +49,7 @@ class Core:
         self._model = model
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
-        self._preparation = Preparation(model)
+        self._preparation = Preparation(model, self._scheduler.config.capacity)
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()
@@ -79,6 +79,8 @@ class Core:
             method, argument = self._commands.popleft()
             if method == self._open:
                 method(argument)
+        for request in self._live:  # none, unless the thread failed
+            self._refuse(request, EngineDead("the engine's thread has failed"))
         self._live.send()
 
     # --- from any thread; none of them waits for anything ---
@@ -168,6 +170,7 @@ class Core:
             work()
             if self._dead is None:
                 self._launch()
+                self._tell_lost()
                 self._settle(self._scheduler.take_ended())
             else:
                 self._rest()
@@ -185,21 +188,22 @@ class Core:
             ended = self._scheduler.take_ended()
             if tokens is not None:
                 self._deliver(tokens, ended)
-                ended += self._scheduler.take_ended()  # those whose stop string came
-            self._settle(ended)
+            self._tell_lost()  # after the delivery: a token that came is not lost with the step after it
+            self._settle(ended + self._scheduler.take_ended())  # with those whose stop string came
             self._pipeline.rest(start)
         except Exception as error:
             self._die(error)
 
     def _launch(self) -> None:
-        while True:
-            for request in self._pipeline.launch():
-                self._live[request].mailbox.stage = Stage.RUNNING
-            lost = self._pipeline.take_lost()
-            if lost is None:
-                return
+        for request in self._pipeline.launch():
+            self._live[request].mailbox.stage = Stage.RUNNING
+
+    def _tell_lost(self) -> None:
+        """End the requests of a failed step, and go on with the others."""
+        while (lost := self._pipeline.take_lost()) is not None:
             for request in lost.requests:
                 self._live.fail(self._live[request], _failure("the step that carried this request failed", lost.cause))
+            self._launch()
 
     def _deliver(self, tokens: StepTokens, ended: Sequence[Ended]) -> None:
         """Leave each request's token, and the text that it adds, in its mailbox."""
@@ -289,6 +293,8 @@ class Core:
             self._refuse(request, error)
         except RuntimeError as error:  # the workers are gone: the interpreter is about to end
             self._refuse(request, EngineClosed(f"the engine is closed: {error}"))
+        except Exception as error:  # of the caller's own objects, whose text is counted
+            self._refuse(request, _failure("the request could not be prepared", error))
         if request.mailbox.aborted:
             self._live.end_unscheduled(request, FinishReason.ABORT)
 

@@ -6,14 +6,16 @@ its engine ends all the same, one watcher a process waits for the main thread to
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.core import Core
 from asyncllm.engine.event_loop import EngineLoop
-from asyncllm.engine.model import ModelLoader
+from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import EngineClosed
 
@@ -26,6 +28,8 @@ class EngineThread:
     def __init__(self, load: ModelLoader, config: EngineConfig) -> None:
         self._load = load
         self._config = config
+        self._loop = EngineLoop()
+        self._loading: asyncio.Future[ServedModel] | None = None
         self._core: Core | None = None
         self._stopping = False
         self.started: Future[Core] = Future()
@@ -37,40 +41,53 @@ class EngineThread:
     def start(self) -> None:
         """Begin to load."""
         _watch_exit(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there can be no more threads
+            _running.discard(self)
+            raise
 
     def stop(self, drain: float = 0.0) -> None:
         """Begin to end: at once where the model is still being loaded, else as `Core.close` says."""
-        self._stopping = True
+        self._stopping = True  # before the core is looked for: who makes it looks at this afterwards
         if self._core is not None:
             self._core.close(drain)
+        else:
+            with suppress(RuntimeError):  # the loop is closed: it has ended
+                self._loop.call_soon_threadsafe(self._stop_loading)
 
     def join(self) -> None:
-        """Wait for the thread's last instructions, once `stopped` is set."""
+        """Wait for the thread's last instructions, once `stopped` is set or `started` has failed."""
         self._thread.join()
 
     def _run(self) -> None:
-        loop = EngineLoop()
+        loop = self._loop
         workers = Workers.start()
         failure: BaseException = EngineClosed("the engine was closed while it started")
         try:
             loop.run_until_complete(self._serve(workers))
+        except asyncio.CancelledError:
+            pass  # stopped while it was loading
         except BaseException as error:
             failure = error
             if self._core is not None:
                 logger.exception("the engine's thread failed")
         finally:
-            workers.shutdown()
+            # What a load that was given up still does (a download, say) is not waited for.
+            workers.shutdown(wait=self._core is not None)
             loop.close()
             if self._core is not None:
                 self._core.end()
             _running.discard(self)
+            self.stopped.set_result(None)
             if not self.started.done():
                 self.started.set_exception(failure)
-            self.stopped.set_result(None)
 
     async def _serve(self, workers: Workers) -> None:
-        model = await self._load(self._config, workers.short)
+        self._loading = asyncio.ensure_future(self._load(self._config, workers.short))
+        if self._stopping:
+            self._stop_loading()
+        model = await self._loading
         try:
             core = Core(model, self._config, workers)
             self._core = core
@@ -81,6 +98,10 @@ class EngineThread:
             await core.serve()
         finally:
             await model.runner.aclose()
+
+    def _stop_loading(self) -> None:
+        if self._loading is not None and self._core is None:
+            self._loading.cancel()
 
 
 _running: set[EngineThread] = set()

@@ -7,6 +7,7 @@ over a runner of their own.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
-from asyncllm.errors import CheckpointError, InvalidParamsError
+from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.params import SamplingParams
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 DEFAULTED = ("temperature", "top_k", "top_p", "min_p")
 """The fields of SamplingParams for which a generation_config may name a default."""
+
+UNSUPPORTED = (("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0), ("typical_p", 1.0), ("do_sample", True))
+"""Other fields of a generation_config that would change an answer, and the value at which they do not."""
+
+logger = logging.getLogger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +53,31 @@ def model_loader(name: str) -> ModelLoader:
     """The loader of a Hub id, a folder or a .gguf file."""
 
     async def load(config: EngineConfig, workers: Executor) -> ServedModel:
-        from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch
-        from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
-
-        loop = asyncio.get_running_loop()
-        source = await loop.run_in_executor(workers, resolve_source, name, config)
-        tokenizer = await loop.run_in_executor(workers, _load_tokenizer, source)
-        defaults = sampling_defaults(source.generation_config) if config.model_defaults else {}
-        runner, facts = await load_runner(source, config)
-        ends = [source.generation_config.get("eos_token_id"), source.config.get("eos_token_id")]
-        if tokenizer is None:
-            return ServedModel(runner, facts, None, None, eos_token_ids(ends, facts.vocab_size), defaults)
-        return ServedModel(
-            runner=runner,
-            facts=facts,
-            tokenizer=tokenizer,
-            chat_template=ChatTemplate(config.chat_template or tokenizer.chat_templates, tokenizer.special_tokens),
-            eos_token_ids=eos_token_ids([*ends, tokenizer.eos_token_ids], facts.vocab_size),
-            sampling_defaults=defaults,
-        )
+        try:
+            return await _load(name, config, workers)
+        except AsyncLLMError:
+            raise
+        except Exception as error:  # what a damaged model makes of the packages that read it
+            raise ModelLoadError(f"{name} cannot be loaded: {error!r}") from error
 
     return load
+
+
+async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedModel:
+    from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch
+    from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
+
+    loop = asyncio.get_running_loop()
+    source = await loop.run_in_executor(workers, resolve_source, name, config)
+    defaults = sampling_defaults(source.generation_config) if config.model_defaults else {}
+    ends = [source.generation_config.get("eos_token_id"), source.config.get("eos_token_id")]
+    tokenizer = await loop.run_in_executor(workers, _load_tokenizer, source)
+    template = None
+    if tokenizer is not None:
+        template = ChatTemplate(config.chat_template or tokenizer.chat_templates, tokenizer.special_tokens)
+        ends.append(tokenizer.eos_token_ids)
+    runner, facts = await load_runner(source, config)  # last: whatever fails before it has nothing to give back
+    return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
@@ -79,15 +89,18 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
 
 def eos_token_ids(values: Iterable[Any], vocab_size: int) -> frozenset[int]:
     """The union of end-of-sequence ids as configs state them: absent, one id or a list; none beyond the vocabulary."""
-    ids: set[int] = set()
+    ids: list[Any] = []
     for value in values:
-        ids.update(value if isinstance(value, list | tuple | set | frozenset) else () if value is None else (value,))
+        ids += value if isinstance(value, list | tuple | set | frozenset) else (value,)
     return frozenset(token_id for token_id in ids if type(token_id) is int and 0 <= token_id < vocab_size)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> Mapping[str, float | int]:
     """What a generation_config asks for where the caller asks for nothing. Raises `CheckpointError`."""
     found = {name: generation_config[name] for name in DEFAULTED if generation_config.get(name) is not None}
+    ignored = [name for name, neutral in UNSUPPORTED if generation_config.get(name, neutral) not in (None, neutral)]
+    if ignored:
+        logger.warning("the model's generation_config has defaults that are not applied: %s", ", ".join(ignored))
     try:
         SamplingParams(**found)
     except InvalidParamsError as error:

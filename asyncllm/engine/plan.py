@@ -84,9 +84,9 @@ class StepPlan:
     """One step, executed in this order: joins, table edits, block copies, then the forward pass and sampling.
 
     `decode_rows` each compute one position: the row's own last sampled token, which never left the device, at
-    the position after its last computed one. A chunk may read what an earlier chunk of the same step writes: in each
-    layer the keys and values of all rows are written before any are read. The same array object comes back while the set is unchanged
-    (`decode_changed` is False); it is never mutated.
+    the position after its last computed one. The same array object comes back while the set is unchanged
+    (`decode_changed` is False); it is never mutated. A chunk may read what an earlier chunk of the same step writes: in
+    each layer the keys and values of all rows are written before any are read.
 
     The step samples `decode_rows` in their order, then the chunks with `samples`, in theirs.
     """

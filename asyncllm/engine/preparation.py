@@ -20,7 +20,7 @@ from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.stop_matcher import StopMatcher
-from asyncllm.params import SamplingParams
+from asyncllm.params import MAX_COUNT, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
@@ -82,11 +82,11 @@ class Prepared:
 class Preparation:
     """Prepares requests for one model. Holds no state of a request; any number of threads may use it at once."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, capacity: int) -> None:
+        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
         self._model = model
         self._defaults = {**DEFAULTS, **model.sampling_defaults}
-        facts = model.facts
-        self._limit = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+        self._limit = capacity  # tokens: no prompt of as many is worth encoding
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
@@ -125,7 +125,7 @@ class Preparation:
         """The text of these ids."""
         if self._model.tokenizer is None:
             raise InvalidPromptError("this model has no tokenizer")
-        ids = self._id_array(token_ids).tolist()
+        ids = self._id_array(token_ids, may_be_empty=True).tolist()
         return self._model.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Messages, chat: ChatOptions) -> str:
@@ -145,18 +145,20 @@ class Preparation:
             array = np.array(self.tokenize(prompt, chat, limit=self._limit), dtype=np.int32)
             if len(array) == 0:
                 raise InvalidPromptError("the prompt is empty" if not prompt else "the prompt has no token")
-            return array
+            return self._within_vocabulary(array)
         return self._id_array(prompt, limit=self._limit)
 
-    def _id_array(self, ids: Any, limit: int | None = None) -> Int32Array:
-        """[n] int32, n >= 1, all within the vocabulary."""
+    def _id_array(self, ids: Any, limit: int | None = None, *, may_be_empty: bool = False) -> Int32Array:
+        """[n] int32, all within the vocabulary."""
         try:
             count = len(ids)
         except TypeError:
             raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}") from None
         if limit is not None and count > limit:  # first: converting millions of ids holds the interpreter lock
-            raise ContextLengthError(f"the prompt has {count:,} tokens; the context is {limit:,}")
+            raise ContextLengthError(f"the prompt has {count:,} tokens; the context, or the KV pool, holds {limit:,}")
         if count == 0:
+            if may_be_empty:
+                return np.empty(0, dtype=np.int32)
             raise InvalidPromptError("the prompt is empty")
         try:
             array = np.asarray(ids)
@@ -164,6 +166,9 @@ class Preparation:
             array = np.empty(0, dtype=object)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}")
+        return self._within_vocabulary(array)
+
+    def _within_vocabulary(self, array: NDArray[np.integer[Any]]) -> Int32Array:
         low, high, vocab_size = int(array.min()), int(array.max()), self._model.facts.vocab_size
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high
@@ -177,6 +182,8 @@ class Preparation:
                 raise InvalidParamsError(
                     f"stop_token_ids: {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
                 )
+        if params.min_tokens and len(set(params.stop_token_ids)) >= vocab_size:
+            raise InvalidParamsError("stop_token_ids holds the whole vocabulary: nothing is left for min_tokens")
         if params.stop and self._model.tokenizer is None:
             raise InvalidParamsError("stop strings need a tokenizer, which this model does not have")
 
@@ -192,7 +199,7 @@ class Preparation:
             top_p=float(chosen["top_p"]),
             min_p=float(chosen["min_p"]),
             seed=seed,
-            suppress_before=prompt_tokens + params.min_tokens if params.min_tokens else 0,
+            suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
             suppressed=tuple(sorted(stop_ids)) if params.min_tokens else (),
         )
 

@@ -24,11 +24,6 @@ class RequestText:
         self._unmatched = min_tokens  # so many more ids come before stop strings count
         self._found = found  # where the request is named once a stop string was found: the core's, for all requests
 
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found."""
-        return self._matcher.matched
-
     def push(self, ids: Sequence[int]) -> str:
         """The text of one more id that may be shown."""
         text = self._push_ids(ids)

@@ -11,11 +11,13 @@ from typing import Self
 import anyio
 
 from asyncllm.engine import process
-from asyncllm.engine.core import Core
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.results import Choice, Completion, TokenDelta
+
+Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
+"""Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
 
 
 class TokenStream:
@@ -28,13 +30,13 @@ class TokenStream:
     Each delta has all that is new since the one before, so a slow reader gets fewer and longer ones.
     """
 
-    def __init__(self, mailbox: Mailbox, submission: Submission, submit: Callable[[Mailbox], Core]) -> None:
+    def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
         self._submission: Submission | None = submission  # until submitted
-        self._engine = submit  # the engine's core; raises while it has none
+        self._hand_over = submit
         self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
         self._pid = process.pid  # likewise
-        self._finalizer: weakref.finalize[[int], TokenStream] | None = None
+        self._finalizer: weakref.finalize[[], TokenStream] | None = None
         self._read = 0  # how many of the mailbox's ids are past
         self._over = False  # the last delta was read, or the stream was closed
 
@@ -46,6 +48,7 @@ class TokenStream:
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
         self._submit()
+        self._check_loop()
         try:
             await self._until(lambda: self._mailbox.stage not in (Stage.NEW, Stage.PREPARING))
         except BaseException:
@@ -95,6 +98,7 @@ class TokenStream:
         mailbox = self._mailbox
         if not (self._over and self._loop is not None):
             await self.start()
+        self._check_loop()
         try:
             await self._until(lambda: mailbox.done)
         except BaseException:
@@ -152,11 +156,10 @@ class TokenStream:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise EngineError("no asyncio event loop runs here: a stream is read in an asyncio task") from None
-        core = self._engine(self._mailbox)
-        request = core.open(self._mailbox, self._submission, loop)
+        abandon = self._hand_over(self._mailbox, self._submission, loop)
         self._loop, self._pid, self._submission = loop, process.pid, None
         # The callback takes no lock: a collection may call it anywhere. It must not know the stream.
-        self._finalizer = weakref.finalize(self, core.abandon, request)
+        self._finalizer = weakref.finalize(self, abandon)
         self._finalizer.atexit = False
 
     async def _pause(self) -> None:
@@ -172,9 +175,8 @@ class TokenStream:
         if process.pid != self._pid:
             process.check(self._pid)
         if self._mailbox.waiter is not None:
-            raise RuntimeError("another task waits for this stream's next token")
-        assert self._loop is not None
-        waiter = self._mailbox.waiter = self._loop.create_future()
+            raise EngineError("another task waits for this stream's next token")
+        waiter = self._mailbox.waiter = self._check_loop().create_future()
         return waiter
 
     def _last_delta(self, ending: Ending | None) -> TokenDelta:
@@ -193,15 +195,20 @@ class TokenStream:
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait for something that the engine's thread will tell this mailbox."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            raise EngineError("this stream was started in another event loop")
+        loop = self._check_loop()
         while not reached():
             watcher: asyncio.Future[None] = loop.create_future()
             self._mailbox.watchers.append(watcher)
             if reached():  # it came before the engine could see the watcher
                 return
             await watcher
+
+    def _check_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop, which must be the one that the stream was submitted in."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            raise EngineError("this stream was started in another event loop")
+        return loop
 
     def _leave(self) -> None:
         """Nobody will read on: abort the request, if it runs."""

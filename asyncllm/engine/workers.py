@@ -33,7 +33,7 @@ class Workers:
         """Have work on a text of so many characters done. Raises `RuntimeError` after `shutdown`."""
         return (self._long if characters >= LONG_TEXT else self.short).submit(work, *args)
 
-    def shutdown(self) -> None:
-        """Wait for what is being done; what has not begun is dropped."""
+    def shutdown(self, *, wait: bool) -> None:
+        """Drop what has not begun, and `wait` for what is being done."""
         for executor in (self.short, self._long):
-            executor.shutdown(cancel_futures=True)
+            executor.shutdown(wait, cancel_futures=True)

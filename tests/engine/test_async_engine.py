@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -253,6 +253,15 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
             assert list(completion.prompt_token_ids) == ids
 
 
+async def test_a_tokenizer_that_knows_more_than_the_model(tokenizer: Tokenizer) -> None:
+    async with AsyncEngine(ShadowModel(vocab_size=300, tokenizer=tokenizer)) as engine:
+        ids = await engine.tokenize("the answer")
+        assert max(ids) >= 300
+        with pytest.raises(InvalidPromptError, match="outside the vocabulary"):
+            await engine.generate("the answer", GREEDY)
+        assert await engine.detokenize([]) == ""
+
+
 async def test_chat_options(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Well"}]
     template = "{{ tools | length if tools else 0 }}{{ flag }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
@@ -494,8 +503,7 @@ async def test_every_way_of_leaving_ends_the_request() -> None:
         for count, leave in enumerate(ways, 1):
             await leave(engine.stream([5], LONG))
             gc.collect()
-            await eventually(lambda: is_idle(engine), 1.0)
-            assert engine.statistics().requests_aborted == count, leave.__name__
+            await eventually(lambda n=count: is_idle(engine) and engine.statistics().requests_aborted == n, 1.0)
         other = await engine.generate([5], GREEDY)
         assert list(other.token_ids) == model.expected([5], 10)
 
@@ -922,3 +930,50 @@ def test_without_an_asyncio_loop_there_is_a_clear_error() -> None:
                 await asyncio.to_thread(engine.stream([5]).start().send, None)
 
     asyncio.run(serve())
+
+
+class BrokenMapping(Mapping[str, Any]):
+    """A caller's own kind of message, which fails when it is looked at."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise OSError("broken")
+
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("broken")
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def test_a_prompt_that_fails_when_looked_at_fails_alone(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as (engine, _):
+        other = asyncio.create_task(engine.generate([5], GREEDY))
+        with pytest.raises(RequestError):
+            await engine.generate([BrokenMapping()])
+        assert (await other).finish_reason == "length"
+
+
+async def test_what_is_no_request_id_kills_nothing() -> None:
+    async with serving() as (engine, _):
+        wrongs: list[Any] = [[], None, 5]
+        for wrong in wrongs:
+            with pytest.raises(InvalidParamsError, match="request_id"):
+                engine.abort(wrong)
+        assert (await engine.generate([5], GREEDY)).finish_reason == "length"
+
+
+async def test_a_huge_minimum_fails_nobody() -> None:
+    async with serving() as (engine, _):
+        params = SamplingParams(min_tokens=2**31 - 1, top_k=2**31 - 1, stop_token_ids=[3])
+        assert (await engine.generate([5], params)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("seconds", [None, "1", True, math.nan, math.inf, 10**400])
+async def test_impossible_seconds_are_refused(seconds: Any) -> None:
+    async with serving() as (engine, _):
+        with pytest.raises(ConfigError, match="drain"):
+            await engine.aclose(seconds)
+        if seconds is not None:
+            with pytest.raises(InvalidParamsError, match="deadline"):
+                engine.stream([5], deadline=seconds)
+        assert (await engine.generate([5], GREEDY)).finish_reason == "length"

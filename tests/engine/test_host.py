@@ -315,12 +315,16 @@ async def test_a_big_prompt_does_not_hold_up_other_streams(tokenizer: Tokenizer)
 
         watching = asyncio.create_task(watch())
         await asyncio.sleep(0.05)
+        start = time.monotonic()
         counts = await asyncio.gather(*(engine.tokenize(text) for _ in range(2)))
+        took = time.monotonic() - start
         watching.cancel()
         await asyncio.wait([watching])
         assert min(map(len, counts)) > 200_000
-        print(f"\nworst gap {max(gaps) * 1e3:.0f} ms, median {sorted(gaps)[len(gaps) // 2] * 1e3:.1f} ms")
-        assert max(gaps) < 0.3
+        median = sorted(gaps)[len(gaps) // 2]
+        print(f"\ngaps: worst {max(gaps) * 1e3:.0f} ms, median {median * 1e3:.1f} ms; tokenising took {took:.1f} s")
+        assert max(gaps) < 0.2 * took  # held up, a stream would wait for half of it
+        assert median < 0.05
 
 
 # --- leaving, in processes of their own ---

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 def test_eos_ids_of_every_shape_are_united() -> None:
     assert eos_token_ids([None, 2, [0, 7], (9,), frozenset({5, 600}), True, -1], 512) == {0, 2, 5, 7, 9}
     assert eos_token_ids([], 512) == frozenset()
+    assert eos_token_ids([{"id": 2}, [[2]], "2", [{}, 3]], 512) == {3}
 
 
 def test_sampling_defaults() -> None:
@@ -95,6 +99,32 @@ def without_tokenizer(tmp_path: Path) -> Path:
 async def test_real_weights_do(without_tokenizer: Path) -> None:
     with pytest.raises(TokenizerError):
         await AsyncEngine(without_tokenizer, **SMALL).start()
+
+
+def test_leaving_without_closing(tmp_path: Path) -> None:
+    """With torch's threads at work: the process ends by itself, and does not abort."""
+    write_tiny_model(tmp_path)
+    source = """
+        import asyncio, sys
+        from asyncllm import AsyncEngine, SamplingParams
+        engine = AsyncEngine(sys.argv[1], num_blocks=32, block_size=16, max_model_len=256)
+        streams = [engine.stream([n], SamplingParams(ignore_eos=True)) for n in range(8)]
+        async def main():
+            await engine.start()
+            for stream in streams:
+                await anext(stream)
+        asyncio.run(main())
+        print("left")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 
 async def test_no_such_model(tmp_path: Path) -> None:

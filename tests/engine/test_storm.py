@@ -141,7 +141,7 @@ class Storm:
 
 
 def living() -> list[object]:
-    return [thing for thing in gc.get_objects() if isinstance(thing, Mailbox | Request)]
+    return [thing for thing in gc.get_objects() if type(thing) in (Mailbox, Request)]
 
 
 @pytest.mark.parametrize(

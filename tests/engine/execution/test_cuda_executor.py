@@ -1,0 +1,209 @@
+"""The steps of the GPU runner on CPU tensors, under Triton's interpreter: every step gives what the CPU runner gives.
+
+What needs a GPU (stream, memory, graphs, events) is left out here, and tested in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, graph_sizes
+from asyncllm.engine.execution.cuda_loading import first_plans
+from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.kv_cache import make_cache_layout
+from asyncllm.engine.execution.step_program import StepProgram
+from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.engine.plan import RowJoin, StepPlan
+from asyncllm.kernels.language import TRITON_AVAILABLE
+from asyncllm.kernels.step_layout import StepWords
+from asyncllm.layers.parameter import Placement
+from asyncllm.models.checkpoint import load_weights
+from asyncllm.models.registry import find_architecture, read_model_config
+from asyncllm.testing.tiny_models import write_tiny_model
+from asyncllm.weights.source import resolve_source
+from asyncllm.weights.tensors import iterate_tensors
+from tests.engine.execution.plan_driver import GREEDY, Piece, PlanDriver, seeded
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROWS, TOKENS, LENGTH, BLOCKS = 8, 24, 64, 64
+
+
+def test_graph_sizes() -> None:
+    assert graph_sizes(8192)[-1] == 8192
+    assert graph_sizes(100)[-3:] == [80, 96, 100]
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(20_000)[-1] == 8192
+    for sizes in map(graph_sizes, (8192, 777)):
+        assert sizes == sorted(set(sizes))
+        assert all(b - a <= a / 8 for a, b in pairwise(sizes) if a >= 256)
+
+
+def run_interpreted(marks: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, __file__, "-p", "no:cacheprovider"]
+    # as on a GPU, operations on infinities that a mask throws away again are no fault
+    command += ["-W", "ignore::RuntimeWarning"]
+    result = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-10_000:] + result.stderr[-2_000:]
+
+
+if TRITON_AVAILABLE and not INTERPRETED:
+
+    def test_steps_under_the_interpreter() -> None:
+        run_interpreted("not full")
+
+    @pytest.mark.full
+    def test_steps_of_more_models_under_the_interpreter() -> None:
+        run_interpreted("full")
+
+
+class HostSpace:
+    """Stands for a `CudaSpace` where there is no GPU. It has no graphs, so every step is launched by hand."""
+
+    class stream:
+        @staticmethod
+        def synchronize() -> None:
+            pass
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with torch.inference_mode():
+            yield
+
+    @contextmanager
+    def capture(self) -> Iterator[Any]:
+        raise RuntimeError("there are no graphs on the CPU")
+        yield
+
+
+class Twins:
+    """The CPU runner and the GPU's executor, which are given the same plans."""
+
+    def __init__(self, path: Path, driver: PlanDriver, edits: int) -> None:
+        self.driver = driver
+        source = resolve_source(str(path), EngineConfig())
+        config = read_model_config(source.config)
+        layout = make_cache_layout(config.windows, config.num_kv_heads, config.head_dim, driver.facts.block_size)
+        with torch.inference_mode():
+            placement = Placement(torch.float32, torch.device("cpu"), kernels=True)
+            model = find_architecture(source.config).model(config, layout.layers, LENGTH, placement)
+            load_weights(model, iterate_tensors(source))
+            cache = layout.allocate(BLOCKS, torch.float32)
+            ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
+            rows = DeviceRows(ROWS, len(layout.groups), -(-LENGTH // layout.block_size), torch.device("cpu"))
+            program = StepProgram(model, layout, cache, rows, ring)
+        space: Any = HostSpace()
+        self.executor = CudaExecutor(space, program, rows, ring, cache)
+        self.turn = 0
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        self.executor.enqueue(plan, self.turn)
+        self.executor.capture()
+        tokens = self.ring.read(self.turn, plan.num_sampled).tolist()
+        self.turn = (self.turn + 1) % 4
+        return tokens
+
+    async def run(self, copies: Any = None, **parts: Any) -> list[int]:
+        plan = self.driver.plan(**parts)
+        if copies is not None:
+            plan = replace(plan, copies=copies)
+        expected = (await self.driver.runner.launch(plan)).token_ids.tolist()
+        assert self.launch(plan) == expected
+        return expected
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    "windows": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "dynamic rope": {
+        "max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
+    "long rope": {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 14,
+        },
+    },
+}
+
+if INTERPRETED:
+    QUICK = ["windows"]
+
+    @pytest.fixture(
+        params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in MODELS],
+    )
+    async def twins(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Twins]:
+        path = write_tiny_model(tmp_path, config={**SMALL, **MODELS[request.param]})
+        config = {"max_model_len": LENGTH, "max_batched_tokens": TOKENS, "num_blocks": BLOCKS, "block_size": 8}
+        async with await PlanDriver.load(path, device="cpu", dtype="float32", **config) as driver:
+            yield Twins(path, driver, edits=4)
+
+    @pytest.mark.blocks_loop
+    async def test_steps_equal_those_of_the_cpu_runner(twins: Twins) -> None:
+        prompts = np.random.default_rng(0).integers(3, 512, (4, 21)).tolist()
+        banned = replace(GREEDY, suppress_before=200, suppressed=tuple(range(3, 300)))
+        filtered = seeded(7, top_k=20, top_p=0.9, min_p=0.02)
+        joins = [RowJoin(3, 0, GREEDY, 21), RowJoin(0, 1, seeded(2**64 - 5, choice=3), 9)]
+        await twins.run(joins=joins, pieces=[Piece(3, 0, prompts[0][:13], False), Piece(0, 0, prompts[1][:9])])
+        await twins.run(pieces=[Piece(3, 13, prompts[0][13:])], decode=[0])
+        await twins.run(decode=[0, 3])
+        joins = [RowJoin(7, 2, filtered, 1), RowJoin(5, 3, banned, 12)]
+        await twins.run(joins=joins, pieces=[Piece(7, 0, [5]), Piece(5, 0, prompts[2][:12])], decode=[0, 3])
+        await twins.run(decode=[0, 3, 7, 5])
+        await twins.run(joins=[RowJoin(0, 4, GREEDY, 20)], pieces=[Piece(0, 0, prompts[3][:20])], decode=[5, 7])
+        await twins.run(decode=[7, 0])
+
+    @pytest.mark.blocks_loop
+    async def test_blocks_are_copied_before_they_are_read(twins: Twins) -> None:
+        prompt = np.random.default_rng(1).integers(3, 512, 15).tolist()
+        await twins.run(joins=[RowJoin(0, 0, GREEDY, 15)], pieces=[Piece(0, 0, prompt)])
+        copies = twins.driver.share(source=0, target=1, positions=12)
+        pieces = [Piece(1, 12, [7, 8, 9, 10])]
+        await twins.run(copies, joins=[RowJoin(1, 1, GREEDY, 16)], pieces=pieces, decode=[0], keep=[1])
+        await twins.run(decode=[0, 1])
+
+    @pytest.mark.blocks_loop
+    @pytest.mark.full
+    async def test_first_steps_leave_nothing_behind(twins: Twins) -> None:
+        for plan in first_plans(ROWS, TOKENS, LENGTH):
+            assert len(twins.launch(plan)) == plan.num_sampled
+        prompt = np.random.default_rng(2).integers(3, 512, 20).tolist()
+        await twins.run(joins=[RowJoin(0, 0, GREEDY, 20)], pieces=[Piece(0, 0, prompt)])
+        await twins.run(decode=[0])

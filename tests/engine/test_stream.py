@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import UserDict
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.engine.core import Core
+from asyncllm.engine.plan import CacheGroup
+from asyncllm.errors import ConfigError, EngineError, InvalidParamsError, InvalidPromptError, RequestFailed
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.offline import LLM
+from asyncllm.testing.shadow_engine import ShadowModel
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+
+
+async def test_an_abort_from_another_thread_during_submission_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncEngine(ShadowModel(latency=0.002)) as engine:
+        opening = Core.open
+
+        def abort_meanwhile(core: Core, *args: Any) -> int:
+            thread = threading.Thread(target=engine.abort, args=("it",))
+            thread.start()
+            thread.join()
+            return opening(core, *args)
+
+        monkeypatch.setattr(Core, "open", abort_meanwhile)
+        assert (await engine.generate([1, 2, 3], LONG, request_id="it")).finish_reason == "abort"
+
+
+class Hostile(UserDict[str, Any]):
+    def get(self, key: str, default: Any = None) -> Any:
+        raise LookupError("a mapping of the caller's own")
+
+
+async def test_a_prompt_that_raises_fails_alone(tokenizer: Tokenizer) -> None:
+    async with AsyncEngine(ShadowModel(tokenizer=tokenizer, latency=0.001)) as engine:
+        other = engine.stream([1, 2, 3], SamplingParams(max_tokens=50, seed=1))
+        await other.start()
+        with pytest.raises((RequestFailed, InvalidPromptError)):
+            await engine.generate([Hostile(role="user", content="x")])
+        assert (await other.result()).usage.completion_tokens == 50
+
+
+@pytest.mark.parametrize("drain", ["5", None, -1, float("nan"), float("inf"), True])
+async def test_an_impossible_drain_is_refused_and_harms_nobody(drain: Any) -> None:
+    async with AsyncEngine(ShadowModel()) as engine:
+        with pytest.raises(ConfigError, match="drain"):
+            await engine.aclose(drain)
+        assert (await engine.generate([1, 2], SamplingParams(max_tokens=3))).finish_reason == "length"
+
+
+async def test_windows_let_a_prompt_be_longer_than_the_pool() -> None:
+    model = ShadowModel(groups=(CacheGroup(window=32),))
+    async with AsyncEngine(model, num_blocks=8, block_size=16, max_model_len=500, max_batched_tokens=16) as engine:
+        completion = await engine.generate([3] * 200, SamplingParams(max_tokens=20))
+        assert completion.usage.completion_tokens == 20
+    assert model.runner is not None
+    assert not model.runner.faults
+
+
+async def test_a_foreign_loop_is_refused_and_ends_nothing() -> None:
+    async with AsyncEngine(ShadowModel(latency=0.002)) as engine:
+        stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=60, seed=1))
+        await stream.start()
+
+        def elsewhere() -> None:
+            for method in (stream.start, stream.result):
+                with pytest.raises(EngineError, match="another event loop"):
+                    asyncio.run(method())
+
+        await asyncio.to_thread(elsewhere)
+        assert (await stream.result()).finish_reason == "length"
+
+
+async def test_min_tokens_needs_an_id_that_does_not_stop() -> None:
+    async with AsyncEngine(ShadowModel(vocab_size=8)) as engine:
+        with pytest.raises(InvalidParamsError, match="whole vocabulary"):
+            await engine.generate([1], SamplingParams(stop_token_ids=list(range(8)), min_tokens=2))
+
+
+async def test_detokenize_refuses_what_is_no_list(tokenizer: Tokenizer) -> None:
+    async with AsyncEngine(ShadowModel(tokenizer=tokenizer)) as engine:
+        with pytest.raises(InvalidPromptError):
+            await engine.detokenize(5)  # type: ignore[arg-type]
+        assert await engine.detokenize([]) == ""
+
+
+def test_one_mapping_is_no_list_of_prompts() -> None:
+    with LLM(ShadowModel()) as llm, pytest.raises(InvalidPromptError):
+        llm.generate({"role": "user", "content": "x"}, progress=False)
