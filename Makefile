@@ -10,13 +10,18 @@ export PYTHON
 demo: .venv/.demo
 	@$(PYTHON_IN_VENV) -m asyncllm demo
 
+# One thread of torch a process: on tiny models a team of threads only spins. What measures times runs by itself.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -q
+
 # Lint, types, and every test that is not marked `full`.
 test: .venv/.dev lint
-	@$(PYTHON_IN_VENV) -m pytest -q
+	@$(PYTEST) -m "alone and not full"
+	@$(PYTEST) -m "not alone and not full" -n 2
 
 # All tests, the long ones too.
 test-full: .venv/.dev lint
-	@$(PYTHON_IN_VENV) -m pytest -q -m "full or not full"
+	@$(PYTEST) -m "alone"
+	@$(PYTEST) -m "not alone" -n 2
 
 lint: .venv/.dev
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -12,6 +12,9 @@ from asyncllm.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
+MAX_ROWS = 65_536
+"""The most rows of a step: each takes memory whether it is used or not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -68,8 +71,11 @@ class EngineConfig:
             raise ConfigError("give num_blocks or kv_cache_memory, not both")
         if type(self.run_ahead) is not int or self.run_ahead not in (0, 1, 2):
             raise ConfigError(f"run_ahead must be 0, 1 or 2, got {self.run_ahead!r}")
-        if not isinstance(self.ageing_seconds, int | float) or not self.ageing_seconds > 0:
-            raise ConfigError(f"ageing_seconds must be above 0, got {self.ageing_seconds!r}")
+        ageing = self.ageing_seconds
+        if isinstance(ageing, bool) or not isinstance(ageing, int | float) or not 1e-3 <= ageing <= 1e9:
+            raise ConfigError(f"ageing_seconds must be a number from 0.001 to 1e9, got {ageing!r:.80}")
+        if self.max_num_seqs > MAX_ROWS:
+            raise ConfigError(f"max_num_seqs must be at most {MAX_ROWS}, got {self.max_num_seqs!r:.80}")
         for name in ("revision", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")

@@ -102,7 +102,7 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _stop_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
         raise InvalidParamsError(f"stop_token_ids must be a list of token ids, got {ids!r}")
     for token_id in ids:
         _check_integer("each of stop_token_ids", token_id, 0, 2**31 - 1)

@@ -64,6 +64,8 @@ class AsyncEngine:
     def __init__(
         self, model: str | os.PathLike[str] | ModelLoader, *, config: EngineConfig | None = None, **overrides: Any
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(f"config must be an EngineConfig, got {config!r:.80}")
         self._config = (config or EngineConfig()).override(**overrides)
         self._load: ModelLoader = model if callable(model) else model_loader(os.fspath(model))
         self._pid: int | None = None  # of the process that started it; before, it may be inherited by a fork
@@ -161,6 +163,10 @@ class AsyncEngine:
         `InvalidParamsError`; what is wrong with the prompt is raised when the stream is used.
         """
         params = SamplingParams() if params is None else params
+        if chat_template_kwargs is not None and not (
+            isinstance(chat_template_kwargs, Mapping) and all(isinstance(name, str) for name in chat_template_kwargs)
+        ):
+            raise InvalidParamsError(f"chat_template_kwargs must map names to values, got {chat_template_kwargs!r:.80}")
         _check_options(params, request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt)
         now = time.monotonic()
         submission = Submission(

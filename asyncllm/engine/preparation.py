@@ -6,6 +6,7 @@ size of the pool) is checked on the engine's thread.
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,19 +154,23 @@ class Preparation:
         try:
             count = len(ids)
         except TypeError:
-            raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}") from None
+            raise _not_ids(ids) from None
         if limit is not None and count > limit:  # first: converting millions of ids holds the interpreter lock
             raise ContextLengthError(f"the prompt has {count:,} tokens; the context, or the KV pool, holds {limit:,}")
         if count == 0:
             if may_be_empty:
                 return np.empty(0, dtype=np.int32)
             raise InvalidPromptError("the prompt is empty")
+        if isinstance(ids, bytes | bytearray | memoryview):
+            raise _not_ids(ids)
+        if isinstance(ids, list | tuple) and (isinstance(ids[0], bool) or not isinstance(ids[0], int | np.integer)):
+            raise _not_ids(ids)  # without converting it: that may take long, and holds the interpreter lock
         try:
             array = np.asarray(ids)
         except (TypeError, ValueError, OverflowError):
             array = np.empty(0, dtype=object)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {ids!r:.80}")
+            raise _not_ids(ids)
         return self._within_vocabulary(array)
 
     def _within_vocabulary(self, array: NDArray[np.integer[Any]]) -> Int32Array:
@@ -202,6 +207,10 @@ class Preparation:
             suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
             suppressed=tuple(sorted(stop_ids)) if params.min_tokens else (),
         )
+
+
+def _not_ids(prompt: object) -> InvalidPromptError:
+    return InvalidPromptError(f"a prompt is a text, chat messages or token ids, got {reprlib.repr(prompt)}")
 
 
 def is_messages(prompt: object) -> TypeGuard[Messages]:

@@ -86,7 +86,8 @@ class TokenStream:
             try:
                 await waiter
             except BaseException:
-                mailbox.waiter = None
+                if mailbox.waiter is waiter:
+                    mailbox.waiter = None
                 self._leave()
                 raise
 

@@ -7,6 +7,7 @@ environment that transformers gives it (`transformers.utils.chat_template_utils`
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -28,6 +29,10 @@ MAX_GROWTH = 16 * 1024 * 1024
 """Characters that a template may write beyond 4 times what it was given."""
 MAX_SECONDS = 60.0
 """That a template may take; looked at whenever it writes."""
+
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{6,}|\*)")
+_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{6,}")
+"""Formats with a width that is large, or (of the first kind) is itself a value."""
 
 _MARK = "CONTINUE_HERE "
 """Stands at the end of a message that is left open. Its space shows whether the template trims."""
@@ -208,11 +213,43 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which no single expression makes a value that is huge: `MAX_GROWTH` counts only what is written."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+                    _check_growth(len(sequence) * times)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_growth(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
+            raise SecurityError("a format is too wide")
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        padding = isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs")
+        return not padding and super().is_safe_attribute(obj, attr, value)
+
+    def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        form = getattr(function, "__self__", None)
+        if isinstance(form, str) and function.__name__ in ("format", "format_map"):
+            wide = any(isinstance(value, int) and value > MAX_GROWTH for value in (*args, *kwargs.values()))
+            if wide or _WIDE_BRACES.search(form):
+                raise SecurityError("a format is too wide")
+        return super().call(context, function, *args, **kwargs)
+
+
+def _check_growth(size: int) -> None:
+    if size > MAX_GROWTH:
+        raise SecurityError(f"a value of {size:,} items is too large")
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -29,6 +29,8 @@ from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.conftest import eventually
 from tests.engine.hand_runner import thread_model
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=400)

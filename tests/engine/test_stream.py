@@ -93,3 +93,23 @@ async def test_detokenize_refuses_what_is_no_list(tokenizer: Tokenizer) -> None:
 def test_one_mapping_is_no_list_of_prompts() -> None:
     with LLM(ShadowModel()) as llm, pytest.raises(InvalidPromptError):
         llm.generate({"role": "user", "content": "x"}, progress=False)
+
+
+@pytest.mark.parametrize("prompt", [[[1] * 1000] * 1000, bytearray(b"hi"), memoryview(b"hi"), b"hi", [True, 5], [1.5]])
+async def test_what_is_no_prompt_is_refused_at_once(prompt: Any) -> None:
+    async with AsyncEngine(ShadowModel(), max_model_len=4096, num_blocks=1024) as engine:
+        with pytest.raises(InvalidPromptError, match="a prompt is a text"):
+            await engine.generate(prompt)
+
+
+async def test_template_arguments_are_names_to_values() -> None:
+    async with AsyncEngine(ShadowModel()) as engine:
+        for wrong in (5, [1], {5: 6}):
+            with pytest.raises(InvalidParamsError, match="chat_template_kwargs"):
+                engine.stream("x", chat_template_kwargs=wrong)  # type: ignore[arg-type]
+
+
+def test_a_config_is_an_engine_config() -> None:
+    for wrong in ({"a": 1}, {}, 5):
+        with pytest.raises(ConfigError, match="EngineConfig"):
+            AsyncEngine("nowhere", config=wrong)  # type: ignore[arg-type]

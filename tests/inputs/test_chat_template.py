@@ -185,3 +185,26 @@ def test_transformers_writes_the_same(source: str) -> None:
             [chats[2]], chat_template=source, bos_token="<s>", continue_final_message=True
         )
         assert simple(source).render(chats[2], continue_final_message=True) == theirs
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10000000000 }}",
+        "{{ 10000000000 * [1] }}",
+        "{{ (9 ** 99999999) }}",
+        "{{ 'x'.ljust(10000000000) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%*d' % (10000000000, 1) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10000000000) }}",
+    ],
+)
+def test_no_expression_makes_a_huge_value(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+
+
+def test_ordinary_expressions_are_left_alone() -> None:
+    source = "{{ '-' * 3 }}{{ 2 ** 8 }}{{ '%5.1f|' % 2 }}{{ '{:>4}|{{}}'.format(7) }}{{ [0] * 2 }}"
+    assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == "---256  2.0|   7|{}[0, 0]"
