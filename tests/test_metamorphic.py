@@ -20,6 +20,7 @@ from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "windows_only": {"model_type": "mistral", "sliding_window": 24},
     "mixed_windows": {
         "model_type": "qwen2",
         "num_hidden_layers": 4,
@@ -29,7 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
     },
 }
-SMALL_POOLS = {"llama": 15, "mixed_windows": 24}  # blocks of 16: hardly more than the longest request needs
+# Blocks of 16: hardly more than the longest request needs, which for windows alone is what one step computes.
+SMALL_POOLS = {"llama": 15, "windows_only": 8, "mixed_windows": 24}
 SHARED = list(range(40, 90))  # 50 ids: three full blocks of 16 and a bit
 
 
@@ -44,6 +46,7 @@ def requests() -> list[Request]:
     greedy = SamplingParams(temperature=0, max_tokens=24)
     # Short prompts with long answers: admitted together, they outgrow a small pool.
     growing = [SamplingParams(temperature=1.0, seed=20 + i, max_tokens=70, ignore_eos=True) for i in range(5)]
+    stop_ids = list(range(60, 120))
     return [
         *(Request([11 + i], params) for i, params in enumerate(growing)),
         Request(SHARED, greedy),
@@ -53,8 +56,10 @@ def requests() -> list[Request]:
         Request([5], SamplingParams(temperature=1.3, min_p=0.05, seed=3, max_tokens=40, ignore_eos=True)),
         Request("The quick brown fox", SamplingParams(temperature=0.9, seed=4, max_tokens=40, stop=["e", "th"])),
         Request("What would", SamplingParams(temperature=1.0, seed=5, min_tokens=12, max_tokens=40, stop=[" "])),
-        Request("One, two", SamplingParams(temperature=1.0, seed=6, max_tokens=50, stop_token_ids=list(range(60, 120)))),
-        Request("ten", SamplingParams(temperature=1.0, seed=7, max_tokens=50, stop=["a"], include_stop_str_in_output=True)),
+        Request("One, two", SamplingParams(temperature=1.0, seed=6, max_tokens=50, stop_token_ids=stop_ids)),
+        Request(
+            "ten", SamplingParams(temperature=1.0, seed=7, max_tokens=50, stop=["a"], include_stop_str_in_output=True)
+        ),
         Request([{"role": "user", "content": "Hi!"}], SamplingParams(temperature=0.7, seed=8, max_tokens=20)),
         Request(list(range(100, 300)), SamplingParams(temperature=0.8, seed=9, max_tokens=20)),
         Request("cut", SamplingParams(temperature=1.0, seed=10, max_tokens=1)),
@@ -119,7 +124,7 @@ async def slowly_read(engine: AsyncEngine) -> list[Any]:
     streams = [engine.stream(request.prompt, request.params, **request.options) for request in requests()]
     for stream in streams:
         await stream.start()
-    while engine.statistics().requests_running or engine.statistics().requests_waiting:
+    while engine.statistics().requests_running or engine.statistics().requests_waiting:  # noqa: ASYNC110 (no such event)
         await asyncio.sleep(0.01)
     return [outcome(await stream.result()) for stream in streams]
 
@@ -190,9 +195,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def baseline(model: Path) -> list[Any]:
+def device() -> str:
+    """Where the table runs; `tests/gpu` runs it elsewhere."""
+    return "cpu"
+
+
+@pytest.fixture(scope="module")
+def baseline(model: Path, device: str) -> list[Any]:
     async def run() -> list[Any]:
-        async with AsyncEngine(str(model), **BASE, run_ahead=1) as engine:
+        async with AsyncEngine(str(model), **BASE, device=device, run_ahead=1) as engine:
             return await one_by_one(engine)
 
     return asyncio.run(run())
@@ -208,10 +219,10 @@ def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> 
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-async def test_variant_equals_baseline(name: str, model: Path, baseline: list[Any]) -> None:
+async def test_variant_equals_baseline(name: str, model: Path, device: str, baseline: list[Any]) -> None:
     variant = VARIANTS[name]
     pool = {"num_blocks": SMALL_POOLS[model.name]} if variant.small_pool else {}
-    async with AsyncEngine(str(model), **{**BASE, **variant.config, **pool}) as engine:
+    async with AsyncEngine(str(model), **{**BASE, **variant.config, **pool}, device=device) as engine:
         outcomes = await variant.run(engine)
         statistics = engine.statistics()
         assert statistics.blocks_used == statistics.rows_used == 0

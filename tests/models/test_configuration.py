@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.errors import CheckpointError, ModelLoadError, UnsupportedModelError
 from asyncllm.layers.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
-from asyncllm.models.registry import read_model_config
+from asyncllm.models.configuration import read_config
+from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.testing.tiny_models import tiny_config
 
-LLAMA_3_1_8B = {
+LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -34,6 +39,10 @@ LLAMA_3_1_8B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {**LLAMA_3_1_8B["rope_scaling"], "original_max_position_embeddings": 512}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}
 
 
 def rope_of(**overrides: Any) -> DefaultRope:
@@ -153,7 +162,12 @@ def test_biases_belong_to_families() -> None:
         ({"architectures": None, "model_type": "foo"}, "'foo'"),
         ({"hidden_act": "relu6"}, "relu6"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": "fp8"}, "'fp8'"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, "rope type"),
+        ({"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "head_dim"),
+        ({"layer_types": 3}, "layer_types"),
         ({"rope_scaling": {"rope_type": "foo", "factor": 2.0}}, "'foo'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "'mrope'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast"),
@@ -165,6 +179,7 @@ def test_biases_belong_to_families() -> None:
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "2 layers"),
         ({"num_key_value_heads": 3}, "KV heads"),
         ({"head_dim": 15}, "15"),
+        ({"num_attention_heads": 128, "num_key_value_heads": None}, "of 0 dimensions"),  # of 64 // 128
     ],
 )
 def test_what_is_not_run_is_refused_by_name(overrides: dict[str, Any], named: str) -> None:
@@ -180,13 +195,97 @@ def test_what_is_not_run_is_refused_by_name(overrides: dict[str, Any], named: st
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"head_dim": "x"}, "head_dim"),
+        ({"head_dim": -2}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads"),
+        ({"rms_norm_eps": "a"}, "rms_norm_eps"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"torch_dtype": 32}, "torch_dtype"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": math.inf}, "rope_theta"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1] * 8}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e20}}, "factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1e-6}}, "factor"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": "32"}, "original_max_position_embeddings"),
+        ({"rope_scaling": YARN | {"rope_theta": 1}}, "rope_theta"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1]}}, "short_factor"),
+        ({"rope_scaling": LONGROPE | {"short_factor": 3}}, "short_factor"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1] * 7 + [0]}}, "long_factor"),
+        ({"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
     ],
 )
 def test_a_config_with_holes_is_refused(overrides: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         read_model_config(tiny_config(**overrides))
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([2**31, -(2**63), 10**400, 1e-300, 1e300, math.nan, math.inf, -math.inf]),
+    st.floats(),
+    st.sampled_from(["", "x", "4", "1e-6", "yarn", "full_attention"]),
+    st.lists(st.one_of(st.none(), st.integers(-2, 2), st.floats(), st.text(max_size=2)), max_size=9),
+    st.dictionaries(st.sampled_from(["rope_type", "factor", "quant_method", "x"]), st.integers(-2, 2), max_size=2),
+)
+BASES: dict[str, dict[str, Any]] = {
+    "llama": tiny_config(rope_scaling=LLAMA3, head_dim=16, attention_bias=False, mlp_bias=False, layer_types=None),
+    "mistral": tiny_config(
+        model_type="mistral", sliding_window=8, rope_scaling=YARN, original_max_position_embeddings=512
+    ),
+    "qwen2": tiny_config(
+        model_type="qwen2",
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0},
+    ),
+    "qwen3": tiny_config(model_type="qwen3", rope_scaling=LONGROPE, head_dim=16, quantization_config=None),
+}
+ROPE_VALUES = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512},
+    YARN | {"attention_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True},
+    YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    LLAMA3,
+    LONGROPE | {"factor": 2.0, "attention_factor": 1.0, "original_max_position_embeddings": 512},
+]
+
+
+def parse(raw: dict[str, Any], model_type: str) -> None:
+    """A config that is taken has a rope that computes; one that is refused names the reason as our error."""
+    family = find_architecture(BASES[model_type]).family
+    with contextlib.suppress(ModelLoadError):
+        config = read_config(raw, family)
+        assert min(config.head_dim, config.num_kv_heads, config.context_limit) >= 1
+        assert config.rope.frequencies(min(config.head_dim, 64)).shape == (min(config.head_dim, 64) // 2,)
+        assert math.isfinite(config.rope.attention_scale)
+
+
+@given(model_type=st.sampled_from(list(BASES)), junk=JUNK, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_field_of_junk_parses_or_is_refused(model_type: str, junk: Any, data: st.DataObject) -> None:
+    base = BASES[model_type]
+    parse({**base, data.draw(st.sampled_from(sorted(base))): junk}, model_type)
+
+
+@given(rope=st.sampled_from(ROPE_VALUES), junk=JUNK, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_rope_value_of_junk_parses_or_is_refused(rope: dict[str, Any], junk: Any, data: st.DataObject) -> None:
+    changed = {**rope, data.draw(st.sampled_from(sorted({*rope, "rope_theta"}))): junk}
+    parse(tiny_config(rope_scaling=changed), "llama")
 
 
 def test_what_transformers_writes_is_read(tmp_path: Path) -> None:

@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMITS = (  # (limit, used): version 2, then version 1
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """Where the kernel tells about a control group."""
+
+    limit: Path
+    used: Path  # the page cache included
+    statistics: Path
+    reclaimable: str  # of the statistics: cached pages that the kernel takes back before it refuses an allocation
+
+    def free(self) -> int | None:
+        """Bytes left below the limit; None where there is no such group, or no limit.
+
+        Reading a checkpoint fills the page cache, up to the limit: what of it is inactive counts as free.
+        """
+        try:
+            return int(self.limit.read_text()) - int(self.used.read_text()) + self._cached()
+        except (OSError, ValueError):  # ValueError: "max", no limit
+            return None
+
+    def _cached(self) -> int:
+        try:
+            for line in self.statistics.read_text().splitlines():
+                name, _, amount = line.partition(" ")
+                if name == self.reclaimable:
+                    return int(amount)
+        except (OSError, ValueError):
+            pass
+        return 0
+
+
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_CONTROL_GROUPS = (
+    ControlGroup(_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat", "inactive_file"),
+    ControlGroup(
+        _V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat", "total_inactive_file"
     ),
 )
 
@@ -21,11 +54,7 @@ def available_memory() -> int:
     Where the system does not tell (macOS), half of the machine's memory.
     """
     amounts = [_machine_memory()]
-    for limit, used in _CGROUP_LIMITS:
-        try:
-            amounts.append(int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no such group, or "max": no limit
-            continue
+    amounts += [free for group in _CONTROL_GROUPS if (free := group.free()) is not None]
     return max(0, min(amounts))
 
 
