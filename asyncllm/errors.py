@@ -91,6 +91,13 @@ class DuplicateRequestError(RequestError):
 class RequestFailed(RequestError):
     """The step that carried this request failed; the cause is chained."""
 
+    @classmethod
+    def caused(cls, what: str, by: BaseException) -> RequestFailed:
+        """`what` went wrong, because of an error that is no one's of ours."""
+        failure = cls(f"{what}: {by!r}")
+        failure.__cause__ = by
+        return failure
+
 
 class EngineError(AsyncLLMError, RuntimeError):
     """The engine as a whole cannot serve."""

@@ -202,7 +202,8 @@ class Core:
         """End the requests of a failed step, and go on with the others."""
         while (lost := self._pipeline.take_lost()) is not None:
             for request in lost.requests:
-                self._live.fail(self._live[request], _failure("the step that carried this request failed", lost.cause))
+                failure = RequestFailed.caused("the step that carried this request failed", lost.cause)
+                self._live.fail(self._live[request], failure)
             self._launch()
 
     def _deliver(self, tokens: StepTokens, ended: Sequence[Ended]) -> None:
@@ -220,7 +221,7 @@ class Core:
                 try:
                     text = request.push((token_id,))
                 except Exception as error:
-                    self._fail(request, _failure("the tokens could not be turned into text", error))
+                    self._fail(request, RequestFailed.caused("the tokens could not be turned into text", error))
                     continue
                 mailbox.texts.append(text)
             mailbox.ids.append(token_id)
@@ -283,10 +284,8 @@ class Core:
         request, submission, loop = opening
         try:
             self._live.admit(request, loop)
-            if self._dead is not None:
-                raise self._death()
-            if self._closing:
-                raise EngineClosed("the engine is closed")
+            if self._dead is not None or self._closing:
+                raise EngineClosed("the engine is closed") if self._dead is None else self._death()
             if not request.mailbox.aborted:
                 self._workers.submit(count_characters(submission.prompt), self._prepare, request, submission)
         except AsyncLLMError as error:
@@ -294,7 +293,7 @@ class Core:
         except RuntimeError as error:  # the workers are gone: the interpreter is about to end
             self._refuse(request, EngineClosed(f"the engine is closed: {error}"))
         except Exception as error:  # of the caller's own objects, whose text is counted
-            self._refuse(request, _failure("the request could not be prepared", error))
+            self._refuse(request, RequestFailed.caused("the request could not be prepared", error))
         if request.mailbox.aborted:
             self._live.end_unscheduled(request, FinishReason.ABORT)
 
@@ -319,7 +318,7 @@ class Core:
         except RequestError as error:
             self._refuse(request, error)
         except BaseException as error:
-            self._refuse(request, _failure("the request could not be prepared", error))
+            self._refuse(request, RequestFailed.caused("the request could not be prepared", error))
 
     def _queue(self, request: Request, submission: Submission, prepared: Prepared) -> None:
         mailbox = request.mailbox
@@ -396,10 +395,4 @@ class Core:
             try:
                 self._live.conclude(request, ended)
             except Exception as error:
-                self._fail(request, _failure("the tokens could not be turned into text", error))
-
-
-def _failure(what: str, error: BaseException) -> RequestFailed:
-    failure = RequestFailed(f"{what}: {error!r}")
-    failure.__cause__ = error
-    return failure
+                self._fail(request, RequestFailed.caused("the tokens could not be turned into text", error))

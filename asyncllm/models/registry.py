@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncllm.errors import UnsupportedModelError
+from asyncllm.errors import CheckpointError, UnsupportedModelError
 from asyncllm.models.configuration import Family, ModelConfig, read_config
 from asyncllm.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, Llama
 
@@ -32,6 +32,8 @@ ARCHITECTURES = (
 def find_architecture(raw: Mapping[str, Any]) -> Architecture:
     """By the config's `architectures`, or by `model_type` where it names none."""
     named = raw.get("architectures") or []
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"the config's architectures must be a list of names, got {named!r:.80}")
     for entry in ARCHITECTURES:
         if entry.name in named or (not named and entry.model_type == raw.get("model_type")):
             return entry

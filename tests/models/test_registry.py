@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.errors import UnsupportedModelError
+from asyncllm.errors import CheckpointError, UnsupportedModelError
 from asyncllm.models.registry import ARCHITECTURES, find_architecture
 
 
@@ -19,3 +19,9 @@ def test_an_unknown_one_is_refused_with_what_there_is() -> None:
         find_architecture({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
     with pytest.raises(UnsupportedModelError, match="model_type None"):
         find_architecture({})
+
+
+@pytest.mark.parametrize("junk", [3, "LlamaForCausalLM", ["x", 3], {"a": 1}])
+def test_junk_in_architectures_is_refused(junk: object) -> None:
+    with pytest.raises(CheckpointError, match="architectures"):
+        find_architecture({"architectures": junk})
