@@ -5,8 +5,8 @@ token ids, once as text with a stop string set. Everything else is real: schedul
 Beside it, in the same run, 256 pairs of tasks hand over one item a round through an `asyncio.Queue`.
 
 A round begins when every consumer has read its token of the round before, so no stream falls behind and gets two tokens
-in one delta, which would be cheaper. The figures are processor time, which other work on the machine does not change
-as it does wall time; ratios within a run decide.
+in one delta, which would be cheaper. Ratios of processor time decide, within one run: other work on the machine changes
+it less than wall time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ class Rounds:
 
 
 class RoundRunner:
-    """Answers at once: each step of the whole batch as soon as its round begins, the few before it when all are there."""
+    """Answers at once: steps of the whole batch when their round begins, the few before them when all are there."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.loop = asyncio.get_running_loop()
@@ -109,8 +109,25 @@ def model(rounds: Rounds, tokens: int, tokenizer: Tokenizer | None) -> ModelLoad
     return load
 
 
-async def measure_engine(streams: int, tokens: int, tokenizer: Tokenizer | None) -> float:
-    """Seconds of processor time, from the first submission to the last token."""
+@dataclass(frozen=True)
+class Cost:
+    """Of one run: seconds a token."""
+
+    processor: float
+    wall: float
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._processor, self._wall = time.process_time(), time.perf_counter()
+
+    def cost(self, tokens: int) -> Cost:
+        processor, wall = time.process_time() - self._processor, time.perf_counter() - self._wall
+        return Cost(processor / tokens, wall / tokens)
+
+
+async def measure_engine(streams: int, tokens: int, tokenizer: Tokenizer | None) -> Cost:
+    """From the first submission to the last token."""
     rounds = Rounds(streams)
     params = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, stop=() if tokenizer is None else "\x00never\x00"
@@ -130,15 +147,15 @@ async def measure_engine(streams: int, tokens: int, tokenizer: Tokenizer | None)
         assert count == tokens
 
     async with AsyncEngine(model(rounds, tokens, tokenizer)) as engine:
-        start = time.process_time()
+        stopwatch = Stopwatch()
         await asyncio.gather(*(consume(n) for n in range(streams)))
-        spent = time.process_time() - start
+        cost = stopwatch.cost(streams * tokens)
     # Tokens may share a delta only while the batch fills up.
     assert deltas > 0.95 * streams * tokens, f"{deltas} deltas for {streams * tokens} tokens"
-    return spent
+    return cost
 
 
-async def measure_queues(streams: int, tokens: int) -> float:
+async def measure_queues(streams: int, tokens: int) -> Cost:
     """The same for pairs of tasks: each round every producer puts an item, and its consumer takes it."""
 
     async def produce(queue: asyncio.Queue[int]) -> None:
@@ -151,9 +168,9 @@ async def measure_queues(streams: int, tokens: int) -> float:
             await queue.get()
 
     queues: list[asyncio.Queue[int]] = [asyncio.Queue() for _ in range(streams)]
-    start = time.process_time()
+    stopwatch = Stopwatch()
     await asyncio.gather(*map(produce, queues), *map(consume, queues))
-    return time.process_time() - start
+    return stopwatch.cost(streams * tokens)
 
 
 def main() -> None:
@@ -168,25 +185,30 @@ def main() -> None:
         write_byte_tokenizer(Path(folder))
         tokenizer = Tokenizer.load(TokenizerData(folder=Path(folder)))
     streams, tokens = chosen.streams, chosen.tokens
-    cases: dict[str, Callable[[], Awaitable[float]]] = {
+    cases: dict[str, Callable[[], Awaitable[Cost]]] = {
         "asyncio.Queue": lambda: measure_queues(streams, tokens),
         "engine, token ids": lambda: measure_engine(streams, tokens, None),
         "engine, text and a stop string": lambda: measure_engine(streams, tokens, tokenizer),
     }
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    costs: dict[str, list[Cost]] = {name: [] for name in cases}
     for _ in range(chosen.repeats):
         for name, measure in cases.items():
-            times[name].append(asyncio.run(_await(measure())) / (streams * tokens))
+            costs[name].append(asyncio.run(_await(measure())))
     goals = dict(zip(cases, (None, IDS_GOAL, TEXT_GOAL), strict=True))
-    print(f"{streams} streams of {tokens} tokens on one core, processor time, median of {chosen.repeats} runs")
-    for name, seconds in times.items():
-        ratio = statistics.median(s / q for s, q in zip(seconds, times["asyncio.Queue"], strict=True))
-        median = statistics.median(seconds)
-        goal = "" if goals[name] is None else f"   {ratio:.2f} x the queues (goal: at most {goals[name]:.0f})"
-        print(f"{name:32}{median * 1e6:7.2f} µs a token, {1 / median:10,.0f} tokens/s{goal}")
+    print(f"{streams} streams of {tokens} tokens on one core; µs a token, medians of {chosen.repeats} runs")
+    print(f"{'':32}{'processor':>10}{'wall':>8}{'tokens/s':>12}")
+    for name, runs in costs.items():
+        processor, wall = (statistics.median(times) for times in zip(*map(astuple, runs), strict=True))
+        line = f"{name:32}{processor * 1e6:10.2f}{wall * 1e6:8.2f}{1 / wall:12,.0f}"
+        if (goal := goals[name]) is not None:
+            ratio = statistics.median(
+                a.processor / b.processor for a, b in zip(runs, costs["asyncio.Queue"], strict=True)
+            )
+            line += f"   {ratio:.2f} x the queues (goal: at most {goal:.0f})"
+        print(line)
 
 
-async def _await(measurement: Awaitable[float]) -> float:
+async def _await(measurement: Awaitable[Cost]) -> Cost:
     return await measurement
 
 

@@ -2,7 +2,9 @@
 
 A watcher thread looks at the test's loop ten times a second. Where a callback has run for longer than `LIMIT` and code
 of the package is on the loop's stack, the place is noted, and the test fails with it. What a test itself does on its
-loop (writing a model, `time.sleep` as a bad host) is its own affair. Imports are exempt: torch's takes seconds.
+loop (writing a model, `time.sleep` as a bad host) is its own affair. Imports are exempt: torch's takes seconds. Time in
+which the watcher did not get to run either counts only if the loop's thread was at work: other tests may have the
+processors, and a library the interpreter lock.
 
 `@pytest.mark.blocks_loop` is for tests that call the blocking API inside a running loop on purpose.
 """
@@ -22,7 +24,9 @@ from types import FrameType
 import pytest
 
 LIMIT = 0.4
-"""Seconds of wall time. Wide, because other tests may have the processors; test_host.py measures finer."""
+"""Seconds. Wide, because other tests may have the processors; test_host.py measures finer."""
+
+LOOK_EVERY = 0.1
 
 PACKAGE = str(Path(__file__).parent.parent / "asyncllm")
 TESTING = str(Path(PACKAGE) / "testing")
@@ -33,18 +37,29 @@ class _Watch:
 
     def __init__(self) -> None:
         self.thread: int | None = None
-        self.busy_since: float | None = None  # None: it waits for events
+        self.busy_since: float | None = None  # processor time of its thread; None: it waits for events
         self.offences: list[str] = []
+        self._seen: float | None = None  # the callback that was running at the last look
+        self._looks = 0  # at this callback, each of them in time
 
-    def look(self) -> None:
+    def look(self, in_time: bool) -> None:
         since, thread = self.busy_since, self.thread
-        if since is None or thread is None or time.monotonic() - since < LIMIT:
+        if since != self._seen:
+            self._seen, self._looks = since, 0
+        self._looks += in_time
+        if since is None or thread is None:
+            return
+        if self._looks * LOOK_EVERY < LIMIT and _processor_time(thread) - since < LIMIT:
             return
         frame = sys._current_frames().get(thread)
         if frame is not None and since == self.busy_since and _is_offence(frame):
             stack = "".join(traceback.format_stack(frame)[-12:])
             self.offences.append(f"the event loop was blocked for over {LIMIT} s:\n{stack}")
             self.busy_since = None  # once a callback is enough
+
+
+def _processor_time(thread: int) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
 
 
 def _is_offence(frame: FrameType | None) -> bool:
@@ -65,7 +80,7 @@ class _WatchedSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         _watch.busy_since = None
         events = super().select(timeout)
-        _watch.thread, _watch.busy_since = threading.get_ident(), time.monotonic()
+        _watch.thread, _watch.busy_since = threading.get_ident(), time.thread_time()
         return events
 
 
@@ -88,8 +103,11 @@ def _loop_watcher() -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.1):
-            _watch.look()
+        last = time.monotonic()
+        while not ended.wait(LOOK_EVERY):
+            now = time.monotonic()
+            _watch.look(in_time=now - last < 1.5 * LOOK_EVERY)
+            last = now
 
     thread = threading.Thread(target=watch, name="loop-watcher")
     thread.start()

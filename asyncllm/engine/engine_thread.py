@@ -64,17 +64,18 @@ class EngineThread:
         loop = self._loop
         workers = Workers.start()
         failure: BaseException = EngineClosed("the engine was closed while it started")
+        gave_up = False
         try:
             loop.run_until_complete(self._serve(workers))
         except asyncio.CancelledError:
-            pass  # stopped while it was loading
+            gave_up = True
         except BaseException as error:
             failure = error
             if self._core is not None:
                 logger.exception("the engine's thread failed")
         finally:
             # What a load that was given up still does (a download, say) is not waited for.
-            workers.shutdown(wait=self._core is not None)
+            workers.shutdown(wait=not gave_up)
             loop.close()
             if self._core is not None:
                 self._core.end()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, graph_sizes
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes
 from asyncllm.engine.execution.cuda_loading import first_plans
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import make_cache_layout
@@ -49,6 +49,9 @@ def test_graph_sizes() -> None:
     for sizes in map(graph_sizes, (8192, 777)):
         assert sizes == sorted(set(sizes))
         assert all(b - a <= a / 8 for a, b in pairwise(sizes) if a >= 256)
+    assert first_graph_sizes(300, chunks=True) == [300, 256, 128, 64, 32, 16]
+    assert first_graph_sizes(6, chunks=False) == [6, 4, 2, 1]
+    assert set(first_graph_sizes(5000, chunks=True)) <= set(graph_sizes(5000))
 
 
 def run_interpreted(marks: str) -> None:
