@@ -38,6 +38,7 @@ class Work:
 def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     """Median seconds of one launch."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it so
+    torch.cuda.synchronize()  # what was made on another stream is there
     with torch.cuda.stream(stream):
         for launch in launches:
             launch()
@@ -108,7 +109,6 @@ def attention_work(
     queries: list[int],
     name: str,
     *,
-    tilings: tuple[paged_attention.Tiling, paged_attention.Tiling] | None = None,
     verify: bool = True,
 ) -> Work:
     """Paged attention of one step; reading the keys and values, and two products of causal size, are the least."""
@@ -119,9 +119,7 @@ def attention_work(
     pairs = sum(q * length - q * (q - 1) // 2 for q, length in zip(queries, lengths, strict=True))
     caches = [randn(2, blocks, shape.kv_heads, shape.block_size, shape.head_dim) for _ in range(min(copies(size), 8))]
     query = randn(tokens, shape.q_heads, shape.head_dim)
-    plan = paged_attention.make_attention_plan(
-        shape, DTYPE, DEVICE, max_tokens=tokens, max_sequences=len(lengths), tilings=tilings
-    )
+    plan = paged_attention.make_attention_plan(shape, DTYPE, DEVICE, max_tokens=tokens, max_sequences=len(lengths))
     paged_attention.plan_attention(plan, sequences, tokens=tokens)
     scale = shape.head_dim**-0.5
     chunks = any(each > 1 for each in queries)
@@ -328,7 +326,7 @@ def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, i
         suppressed=zeros[:, None],
     )
     workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
-    token_ids = torch.empty_like(numbers)
+    token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
     count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
     filters = setting[1] > 0 or setting[2] < 1.0 or setting[3] > 0.0
 
@@ -342,7 +340,7 @@ def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, i
             num_rows=count,
             vocabulary=vocabulary,
             token_ids=token_ids,
-            row_token_ids=zeros,
+            row_token_ids=row_token_ids,
             filters=filters,
         )
 
