@@ -8,6 +8,9 @@ from functools import partial
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.kernels.activation import Activation, gated_activation
+from asyncllm.layers.parameter import Placement
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -26,3 +29,22 @@ class GatedActivation:
         """[n, 2 · size], gate first → [n, size]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate).mul_(up)
+
+
+_KERNELS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+
+class KernelGatedActivation:
+    """The same, by one kernel, for the activations that it knows."""
+
+    def __init__(self, name: str) -> None:
+        self.activation = _KERNELS[name]
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 · size], gate first → [n, size]."""
+        return gated_activation(gate_up, self.activation)
+
+
+def make_gated_activation(name: str, placement: Placement) -> GatedActivation | KernelGatedActivation:
+    """The activation in the form that suits `placement`."""
+    return KernelGatedActivation(name) if placement.kernels and name in _KERNELS else GatedActivation(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.kernels.skinny_linear import skinny_linear
 from asyncllm.layers.parameter import Placement, Slot
 
 
@@ -32,3 +33,18 @@ class Linear:
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", Slot(self.bias[start : start + size], initial=0.0)
             start += size
+
+
+class KernelLinear(Linear):
+    """The same; a single row is multiplied by our kernel, which reads the weights faster than the library does."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        if len(x) == 1:
+            return skinny_linear(x, self.weight, self.bias)
+        return super().__call__(x)
+
+
+def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> Linear:
+    """The product in the form that suits `placement`."""
+    return (KernelLinear if placement.kernels else Linear)(in_features, parts, bias=bias, placement=placement)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.kernels.rms_norm import rms_norm
 from asyncllm.layers.parameter import Placement, Slot
 
 
@@ -26,3 +27,20 @@ class RMSNorm:
     def slot(self) -> Slot:
         """The checkpoint tensor of this layer."""
         return Slot(self.weight, initial=1.0)
+
+
+class KernelRMSNorm(RMSNorm):
+    """The same, by one kernel, the sum included."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, size] → [n, size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, residual: Tensor, update: Tensor) -> Tensor:
+        """Add `update` to `residual` in place and return the norm of the sum."""
+        return rms_norm(update, self.weight, self.eps, residual)
+
+
+def make_rms_norm(size: int, eps: float, placement: Placement) -> RMSNorm:
+    """The norm in the form that suits `placement`."""
+    return (KernelRMSNorm if placement.kernels else RMSNorm)(size, eps, placement)

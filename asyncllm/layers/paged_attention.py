@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from asyncllm.kernels.paged_attention import AttentionPlan, paged_attention
 from asyncllm.kernels.rope_cache import HeadNorm, rope_cache
-from asyncllm.layers.attention import HeadShape, LayerCache
+from asyncllm.layers.attention import Attention, HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.parameter import Placement, Slot
 from asyncllm.layers.rope import TabledRotation
 
@@ -66,3 +67,20 @@ class NormedPagedAttention(PagedAttention):
         assert self.norm is not None
         yield f"{prefix}q_norm.weight", Slot(self.norm.query, initial=1.0)
         yield f"{prefix}k_norm.weight", Slot(self.norm.key, initial=1.0)
+
+
+class AttentionLayer(Protocol):
+    """What a decoder layer needs of either form; `rotation` and `batch` are of the kind that goes with it."""
+
+    cache: LayerCache
+
+    def __call__(self, qkv: Tensor, rotation: Any, cache: Tensor, batch: Any) -> Tensor:
+        """[n, (num_heads + 2 · num_kv_heads) · head_dim] → [n, num_heads · head_dim]."""
+        ...
+
+
+def make_attention(shape: HeadShape, cache: LayerCache, norm_eps: float | None, placement: Placement) -> AttentionLayer:
+    """Attention in the form that suits `placement`; `norm_eps` is None where heads have no norm."""
+    if norm_eps is None:
+        return PagedAttention(shape, cache) if placement.kernels else Attention(shape, cache)
+    return (NormedPagedAttention if placement.kernels else NormedAttention)(shape, cache, norm_eps, placement)

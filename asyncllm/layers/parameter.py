@@ -16,6 +16,7 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+    kernels: bool = False  # layers run our kernels instead of torch's operators: what a GPU takes
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor."""

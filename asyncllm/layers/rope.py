@@ -165,13 +165,24 @@ class Rotation:
         return heads.mul_(self.cosine).addcmul_(turned, self.sine)
 
 
+@dataclass(frozen=True, slots=True)
+class TabledRotation:
+    """The same for kernels, which look cosines and sines up themselves."""
+
+    table: Tensor  # [any, dim], cosines, then sines
+    lines: Tensor | None  # [n] the line of each token; None: its position
+
+
 class RotaryEmbedding(Protocol):
     """Angles of tokens."""
 
     length_dependent: bool  # whether it reads the lengths
 
-    def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
-        """`positions` [n] int64; `lengths` [n] int64 is the length to rotate for, None where it makes no difference."""
+    def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation | TabledRotation:
+        """`positions` [n] integers; `lengths` [n] is the length to rotate for, None where it makes no difference.
+
+        A `TabledRotation` for layers that run kernels.
+        """
         ...
 
     def memory_bytes(self) -> int:
@@ -183,11 +194,12 @@ def make_rotary_embedding(rope: DefaultRope, dim: int, max_length: int, placemen
     """The embedding of `dim` dimensions for positions below `max_length`."""
     original = getattr(rope, "original_max_position_embeddings", max_length)
     if isinstance(rope, DynamicRope) and max_length > original:
-        return _ComputedRotary(rope, dim, placement)
+        return (_KernelComputedRotary if placement.kernels else _ComputedRotary)(rope, dim, placement)
+    tabled = _KernelTabledRotary if placement.kernels else _TabledRotary
     if isinstance(rope, LongRope) and max_length > original:
         frequencies = [rope.frequencies(dim), rope.long_frequencies(dim)]
-        return _TabledRotary(frequencies, rope.attention_scale, max_length, original, placement)
-    return _TabledRotary([rope.frequencies(dim)], rope.attention_scale, max_length, max_length, placement)
+        return tabled(frequencies, rope.attention_scale, max_length, original, placement)
+    return tabled([rope.frequencies(dim)], rope.attention_scale, max_length, max_length, placement)
 
 
 class _TabledRotary:
@@ -205,10 +217,14 @@ class _TabledRotary:
         self.length_dependent = len(frequencies) > 1
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
-        if self.length_dependent:
-            assert lengths is not None
-            positions = torch.where(lengths > self.original, positions + self.max_length, positions)
-        return _rotation(*self.table.index_select(0, positions).chunk(2, dim=-1))
+        return _rotation(*self.table.index_select(0, self.lines(positions, lengths)).chunk(2, dim=-1))
+
+    def lines(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The line of the table of each token."""
+        if not self.length_dependent:
+            return positions
+        assert lengths is not None
+        return torch.where(lengths > self.original, positions + self.max_length, positions)
 
     def memory_bytes(self) -> int:
         return self.table.nbytes
@@ -225,9 +241,45 @@ class _ComputedRotary:
         self.dtype = placement.dtype
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
+        return _rotation(*self.cosine_and_sine(positions, lengths))
+
+    def cosine_and_sine(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of each token: [n, dim / 2] each."""
         assert lengths is not None
         angles = positions.float()[:, None] * self.rope.lengthened_frequencies(self.dim, lengths)
-        return _rotation(angles.cos().to(self.dtype), angles.sin().to(self.dtype))
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+class _KernelTabledRotary:
+    """The tables of a `_TabledRotary`, for kernels."""
+
+    def __init__(
+        self, frequencies: list[Tensor], scale: float, max_length: int, original: int, placement: Placement
+    ) -> None:
+        self.tabled = _TabledRotary(frequencies, scale, max_length, original, placement)
+        self.length_dependent = self.tabled.length_dependent
+
+    def __call__(self, positions: Tensor, lengths: Tensor | None) -> TabledRotation:
+        return TabledRotation(self.tabled.table, self.tabled.lines(positions, lengths))
+
+    def memory_bytes(self) -> int:
+        return self.tabled.memory_bytes()
+
+
+class _KernelComputedRotary:
+    """The angles of a `_ComputedRotary`, for kernels: a table with a line per token."""
+
+    length_dependent = True
+
+    def __init__(self, rope: DynamicRope, dim: int, placement: Placement) -> None:
+        self.computed = _ComputedRotary(rope, dim, placement)
+
+    def __call__(self, positions: Tensor, lengths: Tensor | None) -> TabledRotation:
+        table = torch.cat(self.computed.cosine_and_sine(positions, lengths), dim=-1)
+        return TabledRotation(table, torch.arange(len(table), dtype=torch.int32, device=table.device))
 
     def memory_bytes(self) -> int:
         return 0

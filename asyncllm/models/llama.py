@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.layers.activation import GatedActivation
-from asyncllm.layers.attention import Attention, HeadShape, LayerCache, NormedAttention
+from asyncllm.layers.activation import make_gated_activation
+from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.linear import Linear
-from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.linear import make_linear
+from asyncllm.layers.norm import make_rms_norm
+from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
 from asyncllm.layers.parameter import Placement, Slot
-from asyncllm.layers.rope import Rotation, make_rotary_embedding
+from asyncllm.layers.rope import Rotation, TabledRotation, make_rotary_embedding
 from asyncllm.models.configuration import Family, ModelConfig
 from asyncllm.models.forward_batch import ForwardBatch
 
@@ -67,23 +68,25 @@ class DecoderLayer:
         shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention_norm = RMSNorm(hidden, config.norm_eps, placement)
-        self.qkv = Linear(
+        self.attention_norm = make_rms_norm(hidden, config.norm_eps, placement)
+        self.qkv = make_linear(
             hidden,
             {"q_proj": queries, "k_proj": keys, "v_proj": keys},
             bias=config.qkv_bias,
             placement=placement,
         )
-        self.attention = (
-            NormedAttention(shape, cache, config.norm_eps, placement) if config.qk_norm else Attention(shape, cache)
+        self.attention = make_attention(shape, cache, config.norm_eps if config.qk_norm else None, placement)
+        self.output = make_linear(queries, {"o_proj": hidden}, bias=config.output_bias, placement=placement)
+        self.mlp_norm = make_rms_norm(hidden, config.norm_eps, placement)
+        self.gate_up = make_linear(
+            hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias, placement=placement
         )
-        self.output = Linear(queries, {"o_proj": hidden}, bias=config.output_bias, placement=placement)
-        self.mlp_norm = RMSNorm(hidden, config.norm_eps, placement)
-        self.gate_up = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias, placement=placement)
-        self.activation = GatedActivation(config.activation)
-        self.down = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
+        self.activation = make_gated_activation(config.activation, placement)
+        self.down = make_linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
 
-    def __call__(self, residual: Tensor, update: Tensor | None, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def __call__(
+        self, residual: Tensor, update: Tensor | None, rotation: Rotation | TabledRotation, batch: ForwardBatch
+    ) -> Tensor:
         """Add `update`, what the layer before found, to `residual` [n, hidden] in place; return what this one finds."""
         x = self.attention_norm(residual) if update is None else self.attention_norm.add(residual, update)
         group = batch.attention[self.attention.cache.group]
@@ -95,7 +98,7 @@ class DecoderLayer:
         """The checkpoint tensors of this layer, under `prefix`."""
         yield f"{prefix}input_layernorm.weight", self.attention_norm.slot()
         yield from self.qkv.slots(f"{prefix}self_attn.")
-        if isinstance(self.attention, NormedAttention):
+        if isinstance(self.attention, NormedAttention | NormedPagedAttention):
             yield from self.attention.slots(f"{prefix}self_attn.")
         yield from self.output.slots(f"{prefix}self_attn.")
         yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.slot()
@@ -114,9 +117,9 @@ class Llama:
         self.embedding = Embedding(config.vocab_size, config.hidden_size, placement)
         self.rotary = make_rotary_embedding(config.rope, config.head_dim, max_length, placement)
         self.layers = [DecoderLayer(config, cache, placement) for cache in caches]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, placement)
+        self.norm = make_rms_norm(config.hidden_size, config.norm_eps, placement)
         # a head that is tied has no weight of its own
-        self.head = Linear(
+        self.head = make_linear(
             config.hidden_size,
             {"lm_head": 0 if config.tied_head else config.vocab_size},
             bias=False,

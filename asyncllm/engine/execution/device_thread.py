@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+
+from asyncllm.errors import ModelLoadError
 
 T = TypeVar("T")
 
@@ -31,8 +33,15 @@ class DeviceThread:
 
     @property
     def closing(self) -> bool:
-        """Whether the thread ends after what it does now: a long call may look, and give up."""
+        """Whether the thread ends after what it does now."""
         return self._closing
+
+    def interruptible(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, until the thread is to end: nobody waits for a load any more, and `ModelLoadError` stops it."""
+        for item in items:
+            if self._closing:
+                raise ModelLoadError("loading was cancelled")
+            yield item
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` after all calls before it; its result or exception arrives on the running loop."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.available_memory import available_memory
 from asyncllm.engine.execution.cpu_runner import CpuRunner, StepExecutor
+from asyncllm.engine.execution.cuda_device import find_cuda_device
+from asyncllm.engine.execution.cuda_loading import load_cuda_runner
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
-from asyncllm.errors import ConfigError, InsufficientMemoryError, ModelLoadError
+from asyncllm.errors import InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
 from asyncllm.models.checkpoint import fill_weights, load_weights
@@ -31,10 +32,12 @@ _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner, ModelFacts]:
     """Load a model and make it ready to run. Called on the engine's loop; the work is done on the runner's thread.
 
-    Raises `UnsupportedModelError`, `CheckpointError`, `ConfigError` and `InsufficientMemoryError`.
+    Raises `UnsupportedModelError`, `CheckpointError`, `ConfigError` and `InsufficientMemoryError`. A GPU is used where
+    there is one, unless `config.device` says otherwise.
     """
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(f'device={config.device!r}: asyncllm runs on CPU only so far; use "cpu" or "auto"')
+    device = find_cuda_device(config.device)
+    if device is not None:
+        return await load_cuda_runner(source, config, device)
     thread = DeviceThread("asyncllm-cpu")
     try:
         executor, facts = await thread.submit(partial(_load, source, config, thread))
@@ -65,7 +68,7 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
     if source.load_format == "dummy":
         fill_weights(model)
     else:
-        load_weights(model, _interruptible(iterate_tensors(source), thread))
+        load_weights(model, thread.interruptible(iterate_tensors(source)))
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks)
@@ -104,14 +107,6 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes, dt
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 3 * model.hidden_size + qkv + 3 * model.intermediate_size
     return sizes.max_batched_tokens * width * dtype.itemsize + config.max_num_seqs * model.vocab_size * 8
-
-
-def _interruptible(tensors: Iterable[tuple[str, Tensor]], thread: DeviceThread) -> Iterator[tuple[str, Tensor]]:
-    """Stops a load that nobody waits for any more."""
-    for item in tensors:
-        if thread.closing:
-            raise ModelLoadError("loading was cancelled")
-        yield item
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -103,9 +103,15 @@ async def test_threads_are_set_only_when_asked(folder: Path) -> None:
     assert torch.get_num_threads() == before
 
 
-async def test_no_gpu_yet(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="CPU only"):
-        await facts_of(folder, device="cuda")
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:1234"])
+async def test_a_gpu_that_is_not_there(device: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r'torch sees .*device="cpu" would do'):
+        await facts_of(folder, device=device)
+
+
+async def test_auto_takes_the_cpu_where_there_is_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (await facts_of(folder, device="auto")).device == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Puts steps on the GPU, one after another: as the launch of a graph where there is one for the step, else by hand."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import MutableMapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
+from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.step_program import StepKind, StepProgram
+from asyncllm.engine.execution.step_ring import StepRing, host_words
+from asyncllm.engine.plan import Int32Array, StepPlan
+from asyncllm.kernels.block_copy import copy_blocks
+
+logger = logging.getLogger("asyncllm")
+
+GRAPH_TOKENS = 8192
+"""Larger steps are launched by hand: they take the device longer than the host."""
+
+PATIENCE = 16
+"""Steps of one size that make do with a larger size's graph, before they are worth one of their own."""
+
+MOST_FAILURES = 5
+"""Captures of one size that may fail before its steps are launched by hand for good."""
+
+
+def graph_sizes(max_tokens: int) -> list[int]:
+    """The numbers of tokens that steps are filled up to: by an eighth at most, where that costs time."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    limit = min(max_tokens, GRAPH_TOKENS)
+    while sizes[-1] < limit:
+        sizes += [sizes[-1] * eighths // 8 for eighths in range(9, 17)]
+    return [*(size for size in sizes if size < limit), limit]
+
+
+def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
+    """Those that get a graph at the start, the largest first: steps of any other size then need not wait for theirs."""
+    sizes = graph_sizes(max_tokens)
+    powers = [1 << i for i in range(4 if chunks else 0, GRAPH_TOKENS.bit_length())]
+    halves = [3 * power for power in powers if power >= 128]
+    return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
+
+
+class CudaExecutor:
+    """Owns everything that is on the device. Used from one thread at a time, the device being the current one."""
+
+    def __init__(self, space: CudaSpace, program: StepProgram, rows: DeviceRows, ring: StepRing, cache: Tensor) -> None:
+        self._space = space
+        self._program = program
+        self._rows = rows
+        self._ring = ring
+        self._cache = cache
+        self._settings = rows.settings  # those that the graphs hold
+        self._sizes = graph_sizes(ring.layout.tokens)
+        self._graphs: dict[StepKind, Graph | None] = {}  # None: it could not be captured
+        self._patience = 0
+        self._patience_left: dict[StepKind, int] = {}
+        self._failures: dict[StepKind, int] = {}
+        self._memory: MutableMapping[str, int] = {}
+        self._uncaptured: StepKind | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where steps run."""
+        return self._space.stream
+
+    def serve(self, memory_bytes: MutableMapping[str, int]) -> None:
+        """The first graphs are there: from now on, capture others only where they are worth it.
+
+        Keeps the entry "graphs" of `memory_bytes`: what is reserved beyond the sum of the other entries.
+        """
+        self._patience = PATIENCE
+        self._memory = memory_bytes
+
+    def enqueue(self, plan: StepPlan, turn: int) -> tuple[Tensor, ...]:
+        """Launch a step, which is the `turn`th of the ring. Returns what must be kept until it is complete."""
+        kept: tuple[Tensor, ...] = ()
+        if plan.joins or len(plan.copies):
+            kept = self._prepare(plan)
+        edits = plan.tables
+        tables = self._rows.tables
+        entries = (edits.groups * tables.shape[1] + edits.rows) * tables.shape[2] + edits.indices
+        room = self._ring.layout.edits
+        if len(entries) > room:
+            kept += self._edit_tables(entries[room:], edits.blocks[room:])
+            entries = entries[:room]
+        kind = self._kind(plan)
+        self._ring.write(turn, plan, entries, size_tokens=kind.tokens, size_sampled=self._program.sampled(kind))
+        if (graph := self._graphs.get(kind)) is not None:
+            graph.launch()
+        else:
+            with self._space.entered():
+                self._program.run(kind)
+            if kind.tokens <= self._sizes[-1] and kind not in self._graphs:
+                self._uncaptured = kind
+        return kept
+
+    def capture(self) -> None:
+        """Make a graph of the step just enqueued, if it lacks one: the next of its kind is launched by it."""
+        kind, self._uncaptured = self._uncaptured, None
+        if kind is None:
+            return
+        self._graphs[kind] = None
+        try:
+            with self._space.capture() as graph:
+                self._program.run(kind)
+        except Exception:
+            # A host that waits for the whole device meanwhile spoils a capture. A real fault shows in the next launch.
+            self._failures[kind] = failures = self._failures.get(kind, 0) + 1
+            if failures < MOST_FAILURES:
+                del self._graphs[kind]
+                self._patience_left[kind] = self._patience
+            logger.warning("no graph for %s, %d times", kind, failures, exc_info=True)
+            return
+        self._graphs[kind] = graph
+        logger.debug("captured a graph for %s", kind)
+        if self._memory:
+            others = sum(size for name, size in self._memory.items() if name != "graphs")
+            self._memory["graphs"] = max(0, self._space.reserved_bytes() - others)
+
+    def recover(self, turn: int) -> None:
+        """After an `enqueue` that raised half-way: wait for what was launched of it, and go on at `turn`."""
+        with self._space.entered():
+            self._space.stream.synchronize()
+            self._program.turn.fill_(turn)
+
+    def close(self, *, faulty: bool) -> None:
+        """Give everything back. All steps are complete, or the device is `faulty`."""
+        if faulty:
+            self._space.abandon()
+        else:
+            self._drop_graphs()
+        del self._program, self._rows, self._ring, self._cache, self._settings
+        self._space.close()
+
+    def _prepare(self, plan: StepPlan) -> tuple[Tensor, ...]:
+        kept: tuple[Tensor, ...] = ()
+        with self._space.entered():
+            if plan.joins:
+                kept = self._rows.join(plan.joins)
+                if self._rows.settings is not self._settings:
+                    self._settings = self._rows.settings
+                    self._space.stream.synchronize()  # rare: a request with more suppressed ids than any before
+                    self._drop_graphs()
+            if len(plan.copies):
+                pairs = host_words(plan.copies, self._cache.device)
+                copy_blocks(self._cache, pairs)
+                kept += (pairs,)
+        return kept
+
+    def _edit_tables(self, entries: Int32Array, blocks: Int32Array) -> tuple[Tensor, ...]:
+        """The edits that a line of the ring has no room for."""
+        device = self._cache.device
+        kept = host_words(entries.astype(np.int64), device), host_words(blocks, device)
+        with self._space.entered():
+            where, what = (words.to(device, non_blocking=True) for words in kept)
+            self._rows.tables.view(-1).index_copy_(0, where, what)
+        return kept
+
+    def _kind(self, plan: StepPlan) -> StepKind:
+        """The smallest kind that has a graph, or is to get one."""
+        chunks = bool(plan.chunks)
+        tokens = plan.num_tokens if chunks else len(plan.decode_rows)
+        if tokens > self._sizes[-1]:
+            return StepKind(tokens, chunks)
+        index = bisect_left(self._sizes, tokens)
+        best = StepKind(self._sizes[index], chunks)
+        if best not in self._graphs:
+            left = self._patience_left.setdefault(best, self._patience)
+            if left > 0:
+                self._patience_left[best] = left - 1
+                for size in self._sizes[index + 1 :]:
+                    if (kind := StepKind(size, chunks)) in self._graphs:
+                        return kind
+        return best
+
+    def _drop_graphs(self) -> None:
+        for graph in self._graphs.values():
+            if graph is not None:
+                graph.destroy()
+        self._graphs.clear()

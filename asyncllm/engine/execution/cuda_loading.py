@@ -1,0 +1,232 @@
+"""Brings up a model on a GPU: weights, cache, and a first run of every kernel."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.cuda_device import CudaSpace
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes
+from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
+from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.runner import ModelFacts, Runner
+from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
+from asyncllm.engine.execution.step_program import StepProgram
+from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.errors import InsufficientMemoryError, UnsupportedModelError
+from asyncllm.kernels.step_layout import StepWords
+from asyncllm.layers.attention import LayerCache
+from asyncllm.layers.parameter import Placement
+from asyncllm.models.checkpoint import fill_weights, load_weights
+from asyncllm.models.configuration import ModelConfig
+from asyncllm.models.registry import find_architecture, read_model_config
+from asyncllm.weights.source import ModelSource
+from asyncllm.weights.tensors import iterate_tensors
+
+_BLOCK_SIZE = 64
+_BATCHED_TOKENS = 8192
+EDITS = 4096
+"""Edits of block tables that a step describes in its own words; the few steps with more take longer to launch."""
+_FIRST_LENGTH = 32
+"""Positions that the first run needs of a row."""
+_SPLIT_ATTENTION = 1 << 26
+"""Bytes that hold what long sequences' attention leaves between its parts, and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on the device, ready to run; `turn` is the ring's line of the next step."""
+
+    executor: CudaExecutor
+    ring: StepRing
+    turn: int
+    facts: ModelFacts
+
+
+async def load_cuda_runner(
+    source: ModelSource, config: EngineConfig, device: torch.device
+) -> tuple[Runner, ModelFacts]:
+    """Load a model onto `device` and make it ready to run. Called on the engine's loop; a thread does the work.
+
+    Raises as `load_runner` does.
+    """
+    torch.cuda.set_device(device)  # of this thread, which launches the steps
+    thread = DeviceThread("asyncllm-cuda-load")
+    try:
+        loaded = await thread.submit(partial(_load, source, config, device, thread))
+    except Exception:
+        await thread.aclose()
+        raise
+    except BaseException:  # cancelled: the load notices soon, and its thread ends by itself
+        thread.close_soon()
+        raise
+    # The thread ends here, so that this one gets its handle of cuBLAS, and with it the workspace in use.
+    await thread.aclose()
+    return CudaRunner(loaded.executor, loaded.ring, loaded.turn), loaded.facts
+
+
+def _load(source: ModelSource, config: EngineConfig, device: torch.device, thread: DeviceThread) -> Loaded:
+    model_config = read_model_config(source.config)
+    _check_supported(model_config)
+    space = CudaSpace(device)
+    _make_library_workspace(space)
+    try:
+        return _build(source, config, model_config, space, thread)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # what they hold is in the memory that is given back
+        space.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InsufficientMemoryError(
+                f"{device} ran out of memory: {error}; a smaller max_num_seqs, max_batched_tokens or kv_cache_memory "
+                "takes less"
+            ) from None
+        raise
+
+
+def _build(
+    source: ModelSource, config: EngineConfig, model_config: ModelConfig, space: CudaSpace, thread: DeviceThread
+) -> Loaded:
+    dtype, device = _choose_dtype(config, model_config), space.device
+    make_model = find_architecture(source.config).model
+    somewhere = [LayerCache(0, 0)] * model_config.num_layers
+    meta = Placement(dtype, torch.device("meta"), kernels=True)
+    weights = make_model(model_config, somewhere, 1, meta).weight_bytes()
+    config = _with_defaults(config, model_config)
+    workspace = _workspace_bytes(config, model_config, dtype)
+    free = torch.cuda.mem_get_info(device)[0]
+    if weights + workspace > free:
+        raise InsufficientMemoryError(
+            f"the weights take {megabytes(weights)} as {_name(dtype)} and a step about {megabytes(workspace)}, and "
+            f"{megabytes(free)} are free on {device}"
+        )
+    sizes = choose_sizes(config, model_config, dtype, free - weights - workspace)
+    # no shorter than what the first run needs
+    length = max(sizes.max_model_len, _FIRST_LENGTH)
+    with space.entered():
+        model = make_model(model_config, sizes.layout.layers, length, Placement(dtype, device, kernels=True))
+        if source.load_format == "dummy":
+            fill_weights(model)
+        else:
+            load_weights(model, thread.interruptible(iterate_tensors(source)))
+        cache = _allocate_cache(sizes, dtype, device)
+        ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
+        row_blocks = -(-length // sizes.layout.block_size)
+        rows = DeviceRows(config.max_num_seqs, len(sizes.layout.groups), row_blocks, device)
+        program = StepProgram(model, sizes.layout, cache, rows, ring)
+        executor = CudaExecutor(space, program, rows, ring, cache)
+    turn = _run_first(executor, first_plans(config.max_num_seqs, sizes.max_batched_tokens, length))
+    memory = {"weights": model.weight_bytes(), "cache": cache.nbytes}
+    memory["workspace"] = space.reserved_bytes() - sum(memory.values())
+    memory["graphs"] = 0
+    executor.serve(memory)
+    facts = ModelFacts(
+        vocab_size=model_config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.layout.block_size,
+        num_blocks=sizes.num_blocks,
+        groups=sizes.layout.groups,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=sizes.max_batched_tokens,
+        memory_bytes=memory,
+        dtype=_name(dtype),
+        device=str(device),
+        prefix_caching=not model.rotary.length_dependent,
+    )
+    return Loaded(executor, ring, turn, facts)
+
+
+def first_plans(num_rows: int, max_tokens: int, length: int) -> list[StepPlan]:
+    """Steps of each size that gets a graph at the start; they run every kernel, and write to the null block only.
+
+    They take rows for no request; whoever joins next finds nothing of them. `length` is at least `_FIRST_LENGTH`.
+    """
+    longest = length - _FIRST_LENGTH // 2
+    plans = []
+    for size in first_graph_sizes(min(max_tokens, num_rows * longest), chunks=True):
+        counts = [min(longest, size - start) for start in range(0, size, longest)]
+        plans.append(_plan(counts, 0))
+    plans += [_plan([], size) for size in first_graph_sizes(min(num_rows, max_tokens), chunks=False)]
+    return plans
+
+
+def _plan(counts: list[int], decoding: int) -> StepPlan:
+    none = np.zeros(0, np.int32)
+    return StepPlan(
+        step=0,
+        joins=(RowJoin(0, 0, RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)),),
+        tables=TableEdits(none, none, none, none),
+        copies=np.zeros((0, 2), np.int32),
+        chunks=tuple(Chunk(row, 0, np.zeros(count, np.int32), samples=True) for row, count in enumerate(counts)),
+        decode_rows=np.arange(decoding, dtype=np.int32),
+        decode_changed=True,
+    )
+
+
+def _run_first(executor: CudaExecutor, plans: list[StepPlan]) -> int:
+    """Returns the ring's line of the next step."""
+    for index, plan in enumerate(plans):
+        kept = executor.enqueue(plan, index % STEPS)
+        executor.capture()
+        executor.stream.synchronize()
+        del kept
+    return len(plans) % STEPS
+
+
+def _check_supported(model: ModelConfig) -> None:
+    if model.head_dim % 8 or not 16 <= model.head_dim <= 256:
+        raise UnsupportedModelError(
+            f"heads of {model.head_dim} dimensions: the GPU's attention takes multiples of 8 from 16 to 256; "
+            'device="cpu" runs any'
+        )
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    name = config.dtype if config.dtype != "auto" else model.checkpoint_dtype
+    dtype: torch.dtype = getattr(torch, name if name in ("float32", "float16") else "bfloat16")
+    return dtype
+
+
+def _with_defaults(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """With the sizes that suit a GPU where the caller left them open."""
+    longest = config.max_model_len or model.max_position_embeddings
+    usable = max(config.max_num_seqs * longest, config.max_num_seqs)
+    return config.override(
+        block_size=config.block_size or _BLOCK_SIZE,
+        max_batched_tokens=config.max_batched_tokens or max(config.max_num_seqs, min(_BATCHED_TOKENS, usable)),
+    )
+
+
+def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """About the most that a step allocates: what passes between two layers, and the logits and what samples them."""
+    qkv = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    width = 4 * model.hidden_size + qkv + 3 * model.intermediate_size
+    logits = config.max_num_seqs * model.vocab_size * (dtype.itemsize + 1)
+    return (config.max_batched_tokens or 0) * width * dtype.itemsize + logits + _SPLIT_ATTENTION
+
+
+def _make_library_workspace(space: CudaSpace) -> None:
+    """Torch keeps a workspace of cuBLAS for ever, so it must not be in the memory that is given back."""
+    with space.outside_memory():
+        x = torch.zeros((16, 16), device=space.device)
+        torch.addmm(x[0], torch.mm(x, x), x)
+
+
+def _allocate_cache(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros: what is never written is read
+    by masked products, and must be finite.
+    """
+    layout = sizes.layout
+    shape = (layout.layers_per_group, 2, sizes.num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,105 @@
+"""The GPU runner: launches steps from the engine's thread and waits for them on another.
+
+A launch writes the step's few words, launches a graph and records an event; nothing is done for a row that did not
+change. Waiting is one blocking wait a step, without the interpreter lock. What a step does is the executor's, and what
+to run the scheduler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from asyncllm.engine.execution.cuda_device import is_device_fault
+from asyncllm.engine.execution.cuda_executor import CudaExecutor
+from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.engine.plan import StepPlan, StepResult
+from asyncllm.errors import EngineDead
+
+STEPS = 4
+"""Lines of the ring: more than an engine ever has in flight, which is run_ahead + 1. Further launches wait."""
+
+
+class Ticket:
+    """A launched step, and what belongs to it until it is complete: a line of the ring among others."""
+
+    def __init__(self) -> None:
+        self.complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.idle = threading.Event()
+        self.idle.set()
+        # Pinned memory that its launches read. Dropped by the launching thread, which does not capture then: torch may
+        # record an event on the stream for it.
+        self.kept: Sequence[Tensor] = ()
+
+
+class CudaRunner:
+    """A `Runner` over a `CudaExecutor`."""
+
+    def __init__(self, executor: CudaExecutor, ring: StepRing, turn: int) -> None:
+        """`turn`: the ring's line of the next step."""
+        self._executor: CudaExecutor | None = executor
+        self._ring: StepRing | None = ring
+        self._turn = turn
+        self._tickets = [Ticket() for _ in range(STEPS)]
+        self._waiter = DeviceThread("asyncllm-cuda")
+        self._fault: EngineDead | None = None
+
+    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """See `Runner.launch`. A step that cannot be launched raises, and leaves every row of it undefined."""
+        executor, ticket = self._executor, self._tickets[self._turn]
+        if executor is None:
+            raise RuntimeError("the runner is closed")
+        if self._fault is not None:
+            raise self._fault
+        ticket.idle.wait()
+        try:
+            ticket.kept = executor.enqueue(plan, self._turn)
+            ticket.complete.record(executor.stream)
+        except Exception as error:
+            self._raise_fault(error)
+            self._recover(executor)
+            raise
+        ticket.idle.clear()
+        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan.step, plan.num_sampled))
+        self._turn = (self._turn + 1) % STEPS
+        executor.capture()
+        return future
+
+    async def aclose(self) -> None:
+        """See `Runner.aclose`."""
+        executor, self._executor = self._executor, None
+        await self._waiter.aclose()
+        if executor is not None:
+            self._ring = None
+            executor.close(faulty=self._fault is not None)
+
+    def _complete(self, ticket: Ticket, turn: int, step: int, count: int) -> StepResult:
+        """On the waiting thread."""
+        assert self._ring is not None
+        try:
+            ticket.complete.synchronize()
+            return StepResult(step, self._ring.read(turn, count))
+        except Exception as error:
+            self._raise_fault(error)
+            raise
+        finally:
+            ticket.idle.set()
+
+    def _recover(self, executor: CudaExecutor) -> None:
+        try:
+            executor.recover(self._turn)
+        except Exception as error:
+            self._raise_fault(error)
+            raise
+
+    def _raise_fault(self, error: Exception) -> None:
+        """Raise `EngineDead` where the error means that the device is of no more use."""
+        if is_device_fault(error):
+            self._fault = EngineDead(f"the GPU failed, and with it every engine of this process on it: {error}")
+            raise self._fault from error

@@ -1,0 +1,111 @@
+"""What the GPU keeps of each running request between steps: the same as `row_state` keeps for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.engine.execution.step_ring import host_words
+from asyncllm.engine.plan import RowJoin
+from asyncllm.kernels.row_join import JOIN_SETTINGS, RECORD_WORDS, join_rows
+from asyncllm.kernels.sampling import RowSettings
+
+_SUPPRESSED = 64
+"""Suppressed ids that a row has room for at first."""
+
+_RECORD = np.dtype(
+    [
+        ("prompt_tokens", np.int32),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("choice", np.int32),
+        ("suppress_before", np.int32),
+        ("num_suppressed", np.int32),
+        ("seed", np.uint64),
+        ("row", np.int32),
+        ("first_suppressed", np.int32),
+        ("unused", np.int32, (4,)),
+    ]
+)
+"""A record of `kernels/row_join.py`."""
+assert _RECORD.itemsize == 4 * RECORD_WORDS
+assert tuple(_RECORD.fields or ())[: len(JOIN_SETTINGS)] == JOIN_SETTINGS
+
+
+class DeviceRows:
+    """Tensors with one entry per row. Their addresses stay, so that CUDA graphs can hold them; but see `join`."""
+
+    def __init__(self, num_rows: int, num_groups: int, row_blocks: int, device: torch.device) -> None:
+        """`row_blocks`: entries of a block table, enough for the longest request."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.last_tokens = zeros(num_rows)
+        self.next_positions = zeros(num_rows)
+        self.tables = zeros(num_groups, num_rows, row_blocks)
+        self._settings = zeros(len(JOIN_SETTINGS), num_rows)
+        self._seeds = zeros(num_rows, dtype=torch.int64)
+        self._suppressed = zeros(num_rows, _SUPPRESSED)
+        self.prompt_tokens = self._settings[JOIN_SETTINGS.index("prompt_tokens")]
+        self.settings = self._row_settings()
+
+    def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
+        """Requests take rows. Keep what is returned until the device has passed this.
+
+        Where a request has more suppressed ids than a row has room for, the room grows: `settings` has a new tensor
+        then, and graphs that hold the old one must not run any more.
+        """
+        records = np.zeros(len(joins), _RECORD)
+        suppressed: list[int] = []
+        for i, join in enumerate(joins):
+            sampling = join.sampling
+            ids = sampling.suppressed if sampling.suppress_before > 0 else ()
+            records[i] = (
+                join.prompt_tokens,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.choice,
+                sampling.suppress_before if ids else 0,
+                len(ids),
+                sampling.seed,
+                join.row,
+                len(suppressed),
+                0,
+            )
+            suppressed += ids
+        self._make_room(int(records["num_suppressed"].max(initial=0)))
+        device = self._seeds.device
+        words = host_words(records.view(np.int32).reshape(-1, RECORD_WORDS), device)
+        suppressed_words = host_words(np.array(suppressed or [0], np.int32), device)
+        join_rows(self._settings, self._seeds, self._suppressed, words, suppressed_words)
+        return words, suppressed_words
+
+    def _make_room(self, most: int) -> None:
+        rows, room = self._suppressed.shape
+        if most > room:
+            grown = self._suppressed.new_zeros(rows, 2 * most)
+            grown[:, :room] = self._suppressed
+            self._suppressed = grown
+            self.settings = self._row_settings()
+
+    def _row_settings(self) -> RowSettings:
+        fields = dict(zip(JOIN_SETTINGS, self._settings, strict=True))
+        return RowSettings(
+            temperature=fields["temperature"].view(torch.float32),
+            top_k=fields["top_k"],
+            top_p=fields["top_p"].view(torch.float32),
+            min_p=fields["min_p"].view(torch.float32),
+            seed=self._seeds,
+            choice=fields["choice"],
+            suppress_before=fields["suppress_before"],
+            num_suppressed=fields["num_suppressed"],
+            suppressed=self._suppressed,
+        )

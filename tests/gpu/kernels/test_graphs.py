@@ -1,0 +1,132 @@
+"""Kernels replayed from CUDA graphs, on steps other than the one that was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncllm.kernels import paged_attention, sampling
+from tests.kernels.paged_case import Case, Step, make_step
+from tests.kernels.test_sampling import SETTINGS, VOCABULARY, make_logits, make_settings
+
+DEVICE = torch.device("cuda")
+TOKENS, SEQUENCES, BLOCKS, WIDTH = 160, 12, 64, 8
+MIXES = [
+    ((300, 1), (17, 1), (129, 1)),
+    ((128, 128),),
+    ((200, 100), (64, 1), (33, 33), (1, 1)),
+    ((500, 1),),
+    tuple((10 * i + 1, 1) for i in range(12)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_waits_for_the_host() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_one_attention_graph_replays_any_mix(window: int | None) -> None:
+    case = Case(dim=128, block_size=64, window=window)
+    shape = paged_attention.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, window)
+    plan = paged_attention.make_attention_plan(
+        shape, torch.bfloat16, DEVICE, max_tokens=TOKENS, max_sequences=SEQUENCES
+    )
+    query = torch.zeros((TOKENS, case.q_heads, case.dim), dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.zeros((2, BLOCKS, case.kv_heads, 64, case.dim), dtype=torch.bfloat16, device=DEVICE)
+    table = torch.zeros((SEQUENCES + 4, WIDTH + 1), dtype=torch.int32, device=DEVICE)
+    numbers = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in (SEQUENCES + 1, SEQUENCES, SEQUENCES, 1)]
+    sequences = paged_attention.Sequences(*numbers)
+
+    def launch() -> torch.Tensor:
+        paged_attention.plan_attention(plan, sequences, tokens=TOKENS)
+        return paged_attention.paged_attention(query, cache, table, plan, scale=0.1)
+
+    def load(step: Step) -> None:
+        query[: len(step.query)].copy_(step.query)
+        cache[:, : step.cache.shape[1]].copy_(step.cache)
+        table[: step.block_table.shape[0], : step.block_table.shape[1]].copy_(step.block_table)
+        for target, source in zip(
+            numbers, (step.query_starts, step.context_lens, step.rows, step.num_sequences), strict=True
+        ):
+            count = min(len(target), len(source))
+            target[:count].copy_(source[:count])
+
+    load(make_step(Case(dim=128, block_size=64, window=window, sequences=((40, 1),)), DEVICE, torch.bfloat16))
+    launch()  # compile
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.graph(graph):
+        output = launch()
+    torch.cuda.set_sync_debug_mode("default")
+    for seed, mix in enumerate(MIXES):
+        step = make_step(Case(dim=128, block_size=64, window=window, sequences=mix), DEVICE, torch.bfloat16, seed=seed)
+        load(step)
+        graph.replay()
+        first = output[: step.tokens].clone()
+        graph.replay()
+        assert torch.equal(first, output[: step.tokens])
+        expected = paged_attention.paged_attention_reference(query, cache, table, shape, sequences, scale=0.1)
+        torch.testing.assert_close(first, expected[: step.tokens], rtol=2e-2, atol=2e-2)
+
+
+def test_sampling_graph_waits_for_nothing() -> None:
+    count = len(SETTINGS)
+    logits = make_logits(count, torch.float32, seed=8).to(DEVICE)
+    settings = make_settings(sampling, SETTINGS, list(range(count)), DEVICE)
+    workspace = sampling.make_sampling_workspace(count, VOCABULARY, DEVICE)
+    rows = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    positions, tokens = torch.zeros_like(rows), torch.zeros_like(rows)
+    used = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+
+    def launch() -> None:
+        sampling.sample(
+            logits,
+            settings,
+            workspace,
+            rows=rows,
+            positions=positions,
+            num_rows=used,
+            vocabulary=VOCABULARY,
+            token_ids=tokens,
+            row_token_ids=torch.empty_like(tokens),
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.graph(graph):
+        launch()
+    torch.cuda.set_sync_debug_mode("default")
+    for position in (1, 50):
+        positions.fill_(position)
+        graph.replay()
+        expected = sampling.sample_reference(
+            logits, settings, rows=rows, positions=positions, num_rows=used, vocabulary=VOCABULARY
+        )
+        assert tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("length", [5000, 33_000])
+def test_long_contexts_are_split_and_merged(length: int) -> None:
+    shape = paged_attention.AttentionShape(8, 2, 128, 64, None)
+    step = make_step(
+        Case(q_heads=8, dim=128, block_size=64, sequences=((length, 1), (length - 7, 40))), DEVICE, torch.bfloat16
+    )
+    sequences = paged_attention.Sequences(step.query_starts, step.context_lens, step.rows, step.num_sequences)
+    plan = paged_attention.make_attention_plan(
+        shape, torch.bfloat16, DEVICE, max_tokens=len(step.query), max_sequences=4
+    )
+    paged_attention.plan_attention(plan, sequences, tokens=len(step.query))
+    parts = plan.small_units[: int(plan.totals[0]), 7]
+    assert int(parts.max()) > 10
+    for _ in range(20):  # a race would show
+        output = paged_attention.paged_attention(step.query, step.cache, step.block_table, plan, scale=0.1)
+        expected = paged_attention.paged_attention_reference(
+            step.query.float(), step.cache.float(), step.block_table, shape, sequences, scale=0.1
+        )
+        error = (output[: step.tokens].float() - expected[: step.tokens]).norm() / expected[: step.tokens].norm()
+        assert error < 8e-3
