@@ -49,6 +49,9 @@ class Order:
 def order_from_json(text: str) -> Order:
     """The order that the harness wrote."""
     plain = json.loads(text)
+    for workload in plain["workloads"]:
+        for name in ("prompt_tokens", "output_tokens"):  # JSON made lists of these pairs
+            workload[name] = tuple(workload[name])
     plain["workloads"] = [Workload(**workload) for workload in plain["workloads"]]
     return Order(**plain)
 

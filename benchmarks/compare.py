@@ -22,10 +22,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from asyncllm.weights.source import resolve_source
-
 from asyncllm.cli import find_smollm2
 from asyncllm.config import EngineConfig
+from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import PROFILES
 from benchmarks.child import Order
 from benchmarks.figures import Comparison, Figures, PeerRun, Sample

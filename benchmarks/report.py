@@ -1,6 +1,6 @@
 """A comparison as a table and a plot: NAME.json, NAME.md and NAME.png.
 
-python -m benchmarks.report benchmarks/results/cpu.json     writes the table and the plot anew
+python -m benchmarks.report benchmarks/results/cpu.json     writes table and plot anew, and the README's part
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, Sample
 
 MEDIAN, P99 = PERCENTS.index(50), PERCENTS.index(99)
+README_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
+ROOT = Path(__file__).parent.parent
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
 
 
@@ -108,7 +110,32 @@ def _table_lines(comparison: Comparison) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def readme_table(comparison: Comparison) -> str:
+def readme_section(comparison: Comparison, results: str) -> str:
+    """What the README shows of a comparison whose files are `results`.json, .md and .png."""
+    ours, theirs = comparison.runs[0], comparison.runs[-1]
+    tokens = sum(check.tokens for check in comparison.checks)
+    equal = sum(check.equal for check in comparison.checks)
+    processor = comparison.environment["processor"]
+    return f"""{comparison.model} on {processor}, one run, each engine in a process of its own:
+
+{_readme_table(comparison)}
+
+![output rate, time to first token and time between tokens of {ours.engine} and {theirs.engine}]({results}.png)
+
+The times are medians, {ours.engine} / {theirs.engine}. Of {tokens} greedy tokens of both, {equal} are a float32 model's
+argmax. Settings and circumstances are in `{results}.md`; `make bench` measures again (`{comparison.command}`).
+"""
+
+
+def write_readme_section(readme: Path, section: str) -> None:
+    """Replace what stands between the README's two marks."""
+    text = readme.read_text(encoding="utf-8")
+    head, rest = text.split(README_MARKS[0], 1)
+    _, tail = rest.split(README_MARKS[1], 1)
+    readme.write_text(f"{head}{README_MARKS[0]}{section}{README_MARKS[1]}{tail}", encoding="utf-8")
+
+
+def _readme_table(comparison: Comparison) -> str:
     """The first engine beside the last, one line a workload: rates, and the medians of the two times."""
     ours, theirs = comparison.runs[0], comparison.runs[-1]
     header = ["workload", ours.engine, theirs.engine, "ratio", "time to first token", "time between tokens"]
@@ -188,10 +215,13 @@ def _box(percentiles: Sequence[float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the table and the plot anew from stored JSON files."""
-    for argument in arguments:
-        path = Path(argument)
-        write_report(comparison_from_json(path.read_text(encoding="utf-8")), path.parent, path.stem)
+    """Write table, plot and the README's part anew from a stored JSON file."""
+    path = Path(arguments[0]).resolve()
+    comparison = comparison_from_json(path.read_text(encoding="utf-8"))
+    write_report(comparison, path.parent, path.stem)
+    if path.is_relative_to(ROOT):
+        results = path.relative_to(ROOT).with_suffix("").as_posix()
+        write_readme_section(ROOT / "README.md", readme_section(comparison, results))
 
 
 if __name__ == "__main__":

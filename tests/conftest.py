@@ -2,9 +2,9 @@
 
 A watcher thread looks at the test's loop ten times a second. Where a callback has run for longer than `LIMIT` and code
 of the package is on the loop's stack, the place is noted, and the test fails with it. What a test itself does on its
-loop (writing a model, `time.sleep` as a bad host) is its own affair. Imports are exempt: torch's takes seconds. Time in
-which the watcher did not get to run either counts only if the loop's thread was at work: other tests may have the
-processors, and a library the interpreter lock.
+loop (writing a model, `time.sleep` as a bad host) is its own affair. Exempt are imports (torch's takes seconds) and
+waiting for a new thread to get a processor. Time in which the watcher did not get to run either counts only if the
+loop's thread was at work: other tests may have the processors, and a library the interpreter lock.
 
 `@pytest.mark.blocks_loop` is for tests that call the blocking API inside a running loop on purpose.
 """
@@ -66,7 +66,7 @@ def _is_offence(frame: FrameType | None) -> bool:
     in_package = False
     while frame is not None:
         file = frame.f_code.co_filename
-        if "importlib" in file:
+        if "importlib" in file or (frame.f_code.co_name == "start" and file == threading.__file__):
             return False
         in_package |= file.startswith(PACKAGE) and not file.startswith(TESTING)
         frame = frame.f_back

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -233,13 +233,19 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         padding = isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs")
         return not padding and super().is_safe_attribute(obj, attr, value)
 
-    def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        form = getattr(function, "__self__", None)
-        if isinstance(form, str) and function.__name__ in ("format", "format_map"):
-            wide = any(isinstance(value, int) and value > MAX_GROWTH for value in (*args, *kwargs.values()))
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        form: str = value.__self__
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            wide = any(isinstance(each, int) and each > MAX_GROWTH for each in (*args, *kwargs.values()))
             if wide or _WIDE_BRACES.search(form):
                 raise SecurityError("a format is too wide")
-        return super().call(context, function, *args, **kwargs)
+            return wrapped(*args, **kwargs)
+
+        return bounded
 
 
 def _check_growth(size: int) -> None:

@@ -9,7 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, Sample
-from benchmarks.report import comparison_from_json, markdown, write_report
+from benchmarks.report import (
+    README_MARKS,
+    comparison_from_json,
+    markdown,
+    readme_section,
+    write_readme_section,
+    write_report,
+)
 
 
 def run(engine: str, rate: float) -> PeerRun:
@@ -72,6 +79,18 @@ def test_files_are_written_and_read_back(tmp_path: Path) -> None:
     assert comparison_from_json(paths[0].read_text()) == COMPARISON
     assert json.loads(paths[0].read_text()) == asdict(COMPARISON)
     assert paths[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_section_replaces_the_one_before(tmp_path: Path) -> None:
+    section = readme_section(COMPARISON, "results/cpu")
+    assert "| `single` | 40 tok/s | 10 tok/s | 4.0 × | 60 / 60 ms | 6 / 6 ms |" in section
+    assert "(results/cpu.png)" in section
+    assert "abacus, 2 cores" in section
+    readme = tmp_path / "README.md"
+    readme.write_text("# A\n" + "old\n".join(README_MARKS) + "\n## B\n")
+    for _ in range(2):
+        write_readme_section(readme, section)
+    assert readme.read_text() == f"# A\n{section.join(README_MARKS)}\n## B\n"
 
 
 def test_report_is_drawn_again_from_json(tmp_path: Path) -> None:
