@@ -90,7 +90,17 @@ def test_figures_are_those_of_the_stored_run() -> None:
 
 def test_stored_results_are_complete() -> None:
     folder = ROOT / "benchmarks" / "results"
-    for path in folder.glob("*.json"):
-        assert json.loads(path.read_text(encoding="utf-8"))
-        assert path.with_suffix(".md").exists()
-        assert path.with_suffix(".png").exists()
+    assert (folder / "cpu.md").exists()
+    assert (folder / "cpu.png").exists()
+
+
+def test_gpu_figures_are_those_of_the_stored_runs() -> None:
+    table = README.split("On one NVIDIA H200", 1)[1].split("`python -m", 1)[0]
+    rows = {cells[1].strip(" `"): cells for line in table.splitlines() if len(cells := line.split("|")) > 5}
+    for column, model in ((2, "llama-3.1-8b"), (4, "qwen3-0.6b")):
+        stored = json.loads((ROOT / "benchmarks" / "results" / f"gpu-{model}.json").read_text(encoding="utf-8"))
+        assert stored["check"]["worst"] <= stored["check"]["bound"]
+        for run in stored["passes"][len(stored["passes"]) // 2 :]:  # the second pass
+            figures = run["figures"]
+            tokens = figures["prompt_tokens" if figures["workload"] == "prefill64" else "output_tokens"]
+            assert rows[figures["workload"]][column].strip() == f"{tokens / figures['seconds']:,.0f}"

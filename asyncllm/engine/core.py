@@ -132,7 +132,7 @@ class Core:
             requests_finished=live.finished,
             requests_aborted=live.aborted,
             preemptions=counts.preemptions,
-            memory_bytes=self._model.facts.memory_bytes,
+            memory_bytes=dict(self._model.facts.memory_bytes),
             step_times=self._pipeline.times(),
         )
 
