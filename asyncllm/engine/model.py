@@ -64,7 +64,6 @@ def model_loader(name: str) -> ModelLoader:
 
 
 async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedModel:
-    from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch
     from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
 
     loop = asyncio.get_running_loop()
@@ -76,6 +75,8 @@ async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedMod
     if tokenizer is not None:
         template = ChatTemplate(config.chat_template or tokenizer.chat_templates, tokenizer.special_tokens)
         ends.append(tokenizer.eos_token_ids)
+    from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch, so not for a wrong name
+
     runner, facts = await load_runner(source, config)  # last: whatever fails before it has nothing to give back
     return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
 
