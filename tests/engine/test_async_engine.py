@@ -18,7 +18,7 @@ import pytest
 
 from asyncllm import AsyncEngine, EngineConfig, SamplingParams
 from asyncllm.engine.mailbox import Stage
-from asyncllm.engine.model import ServedModel
+from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import (
@@ -825,16 +825,19 @@ async def test_an_impossible_cache_is_an_error_of_start() -> None:
     assert runner_of(shadow).closed  # the model was there already, and is given back
 
 
-async def test_cancelling_start_closes_the_engine() -> None:
-    release = asyncio.Event()
-    shadow = ShadowModel()
-    here = asyncio.get_running_loop()
+def after_ever(shadow: ShadowModel) -> ModelLoader:
+    """A loader that waits for what never comes, and would then bring up the shadow."""
 
     async def load(config: EngineConfig, workers: Executor) -> ServedModel:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), here))
+        await asyncio.get_running_loop().create_future()
         return await shadow(config, workers)
 
-    engine = AsyncEngine(load)
+    return load
+
+
+async def test_cancelling_start_closes_the_engine() -> None:
+    shadow = ShadowModel()
+    engine = AsyncEngine(after_ever(shadow))
     task = asyncio.create_task(engine.start())
     await asyncio.sleep(0.05)
     task.cancel()
@@ -847,15 +850,8 @@ async def test_cancelling_start_closes_the_engine() -> None:
 
 
 async def test_closing_while_it_loads() -> None:
-    release = asyncio.Event()
     shadow = ShadowModel()
-    here = asyncio.get_running_loop()
-
-    async def load(config: EngineConfig, workers: Executor) -> ServedModel:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), here))
-        return await shadow(config, workers)
-
-    engine = AsyncEngine(load)
+    engine = AsyncEngine(after_ever(shadow))
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0.05)
     closing = asyncio.create_task(engine.aclose())
