@@ -60,14 +60,7 @@ async def load_cuda_runner(
     """
     torch.cuda.set_device(device)  # of this thread, which launches the steps
     thread = DeviceThread("asyncllm-cuda-load")
-    try:
-        loaded = await thread.submit(partial(_load, source, config, device, thread))
-    except Exception:
-        await thread.aclose()
-        raise
-    except BaseException:  # cancelled: the load notices soon, and its thread ends by itself
-        thread.close_soon()
-        raise
+    loaded = await thread.bring_up(partial(_load, source, config, device, thread))
     # The thread ends here, so that this one gets its handle of cuBLAS, and with it the workspace in use.
     await thread.aclose()
     return CudaRunner(loaded.executor, loaded.ring, loaded.turn), loaded.facts

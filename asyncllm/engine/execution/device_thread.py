@@ -51,6 +51,17 @@ class DeviceThread:
         self._calls.put(call)
         return call.future
 
+    async def bring_up(self, function: Callable[[], T]) -> T:
+        """As `submit`, for the call that the thread was made for: without its result the thread ends."""
+        try:
+            return await self.submit(function)
+        except Exception:
+            await self.aclose()
+            raise
+        except BaseException:  # cancelled: an `interruptible` call notices soon, and the thread ends by itself
+            self.close_soon()
+            raise
+
     def close_soon(self) -> None:
         """End after the calls submitted so far, without waiting for them. Idempotent."""
         if not self._closing:

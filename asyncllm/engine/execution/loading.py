@@ -39,14 +39,7 @@ async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner
     if device is not None:
         return await load_cuda_runner(source, config, device)
     thread = DeviceThread("asyncllm-cpu")
-    try:
-        executor, facts = await thread.submit(partial(_load, source, config, thread))
-    except Exception:
-        await thread.aclose()
-        raise
-    except BaseException:  # cancelled: the load notices soon, and its thread ends by itself
-        thread.close_soon()
-        raise
+    executor, facts = await thread.bring_up(partial(_load, source, config, thread))
     return CpuRunner(thread, executor), facts
 
 
