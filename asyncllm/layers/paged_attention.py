@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from asyncllm.kernels.paged_attention import AttentionPlan, paged_attention
+from asyncllm.kernels.attention_plan import AttentionPlan
+from asyncllm.kernels.paged_attention import paged_attention
 from asyncllm.kernels.rope_cache import HeadNorm, rope_cache
 from asyncllm.layers.attention import Attention, HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.parameter import Placement, Slot
@@ -50,7 +51,13 @@ class PagedAttention:
             norm=self.norm,
         )
         attended = paged_attention(
-            query, layer, batch.block_table, batch.plan, scale=self.shape.head_dim**-0.5, chunks=batch.chunks
+            query,
+            layer,
+            batch.block_table,
+            batch.plan,
+            scale=self.shape.head_dim**-0.5,
+            chunks=batch.chunks,
+            overlap=True,
         )
         return attended.view(len(qkv), -1)
 

@@ -9,8 +9,25 @@ from types import ModuleType
 
 import torch
 
-from asyncllm.kernels.paged_attention import Tiling
+from asyncllm.kernels import attention_plan, paged_attention
+from asyncllm.kernels.attention_plan import Tiling
 from tests.kernels.precision import assert_as_good
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Either one, or a copy with a fault."""
+
+    plan: ModuleType = attention_plan
+    attention: ModuleType = paged_attention
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What some of the sequences, by their numbers, have in common."""
+
+    sequences: tuple[int, ...]
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,9 @@ class Case:
     sinks: bool = False
     sequences: tuple[tuple[int, int], ...] = ((1, 1), (5, 5), (50, 1), (70, 33), (64, 1), (90, 30))  # length, queries
     tilings: tuple[Tiling, Tiling] | None = None
+    prefixes: tuple[Prefix, ...] = ()
+    least_shared: int | None = None
+    backwards: bool = False  # the units of the small list, so that those of shared tiles come last
 
 
 def tilings(
@@ -70,6 +90,10 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int
             cache[:, table[row, block], :, :filled] = torch.randn(
                 (2, case.kv_heads, filled, case.dim), generator=generator
             )
+    for prefix in case.prefixes:  # the first one's blocks are everyone's
+        first, *others = (rows[i] for i in prefix.sequences)
+        for row in others:
+            table[row, : prefix.blocks] = table[first, : prefix.blocks]
     queries = [each for _, each in case.sequences]
     starts = torch.tensor([0, *queries]).cumsum(0).tolist()
     query = torch.randn((starts[-1] + SPARE_TOKENS, case.q_heads, case.dim), generator=generator)
@@ -89,29 +113,35 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int
     )
 
 
-def check(module: ModuleType, case: Case, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> None:
-    """Compare module's kernel with its reference."""
+def check(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int = 0, modules: Modules = Modules()) -> None:
+    """Compare the kernel with its reference."""
+    module = modules.attention
     step = make_step(case, device, dtype, seed=seed)
-    shape = module.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, case.window)
-    sequences = module.Sequences(step.query_starts, step.context_lens, step.rows, step.num_sequences)
+    shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, case.window)
+    sequences = attention_plan.Sequences(step.query_starts, step.context_lens, step.rows, step.num_sequences)
     sinks = torch.linspace(-1.0, 2.0, case.q_heads, device=device) if case.sinks else None
     options = {"scale": case.dim**-0.5, "soft_cap": case.soft_cap, "sinks": sinks}
-    plan = module.make_attention_plan(
+    plan = modules.plan.make_attention_plan(
         shape,
         dtype,
         device,
         max_tokens=len(step.query),
         max_sequences=len(case.sequences) + SPARE_SEQUENCES,
         tilings=case.tilings,
+        least_shared=case.least_shared,
     )
     plan.partial.fill_(torch.nan)  # what is read before it is written must show
     plan.statistics.fill_(torch.nan)
-    module.plan_attention(plan, sequences, tokens=len(step.query))
+    modules.plan.plan_attention(plan, sequences, tokens=len(step.query), block_table=step.block_table)
+    if case.backwards:
+        used = plan.small_units[: int(plan.totals[0])]
+        used.copy_(used.flip(0))
     output = torch.full_like(step.query, 7.0)
     chunks = any(queries > 1 for _, queries in case.sequences)
     module.paged_attention(step.query, step.cache, step.block_table, plan, output=output, chunks=chunks, **options)
     assert bool((output[step.tokens :] == 7.0).all())  # tokens of no sequence
     assert not bool(plan.arrivals.any())  # ready for the next launch
+    assert not bool(plan.compared.any())
 
     arguments = (step.block_table, shape, sequences)
     exact = module.paged_attention_reference(step.query.float(), step.cache.float(), *arguments, **options)

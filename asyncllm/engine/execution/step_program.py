@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.kernels.paged_attention import AttentionPlan, AttentionShape, make_attention_plan, plan_attention
+from asyncllm.kernels.attention_plan import AttentionPlan, AttentionShape, make_attention_plan, plan_attention
 from asyncllm.kernels.sampling import make_sampling_workspace, sample
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
@@ -64,8 +64,11 @@ class StepProgram:
             last_tokens=rows.last_tokens,
             chunks=self.sampled(kind) if kind.chunks else 0,
         )
-        for plan in self._plans.values():
-            plan_attention(plan, arrays.sequences, tokens=kind.tokens)
+        for window, plan in self._plans.items():
+            # prefixes are shared where all layers of a plan look up the same table
+            users = [group for group, each in enumerate(self._layout.groups) if each.window == window]
+            table = rows.tables[users[0]] if len(users) == 1 else None
+            plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
         logits = self._model.forward(self._batch(kind))
         sample(
             logits,
