@@ -65,11 +65,11 @@ def _rope_cache_kernel(
     is_value = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
     pairs = tl.arange(0, HALF_PAD)
     known = (heads < Q_HEADS + 2 * KV_HEADS)[:, None]
-    exists = token < count
-    block = tl.load(block_table + row * table_width + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    turn = table + angle * ROTARY + pairs
-    cosine = tl.load(turn, mask=exists & (pairs < half), other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(turn + half, mask=exists & (pairs < half), other=0.0).to(tl.float32)[None, :]
+    entry = tl.where(token < count, row * table_width + position // BLOCK_SIZE, 0)
+    block = tl.load(block_table + entry).to(tl.int64)
+    turn = table + tl.where(token < count, angle, 0) * ROTARY + pairs
+    cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     await_previous(OVERLAP)
     launch_next(OVERLAP)
     if token >= count:

@@ -76,7 +76,7 @@ def _vector_kernel(
     bias: tl.tensor,
     norm: tl.tensor,
     epsilon: tl.float32,
-    OUTPUTS: tl.constexpr,
+    outputs: tl.int32,
     INPUTS: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -88,10 +88,11 @@ def _vector_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    known = (lines < OUTPUTS)[:, None]
+    known = (lines < outputs)[:, None]
     columns = tl.arange(0, WIDTH)
     source = weight + lines.to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    below = source + OUTPUTS * INPUTS  # where the gate's lines have their counterparts
+    # where the gate's lines have their counterparts
+    below = weight + (outputs + lines).to(tl.int64)[:, None] * INPUTS + columns[None, :]
     # asked for while the kernel before still runs, so that memory never rests
     inside = columns < INPUTS
     of_weight = tl.load(source, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
@@ -127,11 +128,11 @@ def _vector_kernel(
         scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / INPUTS + epsilon)  # the same for every column
         result *= scale
         result_below *= scale
-    written = lines < OUTPUTS
+    written = lines < outputs
     if BIAS:
         result += tl.load(bias + lines, mask=written, other=0.0).to(tl.float32)
         if GATED:
-            result_below += tl.load(bias + OUTPUTS + lines, mask=written, other=0.0).to(tl.float32)
+            result_below += tl.load(bias + outputs + lines, mask=written, other=0.0).to(tl.float32)
     if GATED:
         result = gate_up_product(result, result_below, GELU)
     if ADD:
@@ -292,7 +293,7 @@ def skinny_linear(
             weight if bias is None else bias,
             weight if norm is None else norm.weight,
             0.0 if norm is None else norm.epsilon,
-            OUTPUTS=outputs,
+            outputs,
             INPUTS=inputs,
             LINES=tiling.lines,
             WIDTH=tiling.width,

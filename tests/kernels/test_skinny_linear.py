@@ -128,7 +128,8 @@ def test_refuses_many_rows(device: torch.device) -> None:
 
 
 def test_no_rows(device: torch.device) -> None:
-    assert skinny_linear.skinny_linear(torch.ones(0, 16, device=device), torch.ones(5, 16, device=device)).shape == (0, 5)
+    weight = torch.ones(5, 16, device=device)
+    assert skinny_linear.skinny_linear(torch.ones(0, 16, device=device), weight).shape == (0, 5)
 
 
 VECTOR = Case(1, 34, 600, bias=True, norm=True, activation=Activation.SILU, tiling=Tiling(16, 128, 4))
@@ -144,9 +145,9 @@ POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
         ("x + start + columns", "x + start // 2 + columns", VECTOR),
         ("norm + start + columns", "norm + columns", VECTOR),
         ("squares += of_x * of_x", "squares += of_x", VECTOR),
-        ("source + OUTPUTS * INPUTS", "source + INPUTS", VECTOR),
+        ("weight + (outputs + lines).to(tl.int64)[:, None] * INPUTS", "source", VECTOR),
         ("result_below *= scale", "result_below *= 1.0", VECTOR),
-        ("tl.load(bias + OUTPUTS + lines", "tl.load(bias + lines", VECTOR),
+        ("result_below += tl.load(bias + outputs + lines", "result_below += tl.load(bias + lines", VECTOR),
         ("result += tl.load(output + lines", "result -= tl.load(output + lines", ADDED),
         ("x_descriptor.load([0, start])", "x_descriptor.load([0, 0])", TILES),
         ("weight_descriptor.load([first_line, start])", "weight_descriptor.load([0, start])", TILES),
