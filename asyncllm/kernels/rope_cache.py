@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, next_power_of_2, tl
+from asyncllm.kernels.language import await_previous, ceil_div, jit, launch_next, next_power_of_2, overlap_options, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ def _rope_cache_kernel(
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    # What depends on nothing is loaded first, then what depends on it: so a decode step waits twice, not four times.
+    # All but the heads is known before the kernel before has ended, and loaded meanwhile.
     token = tl.program_id(0)
     count = tl.load(num_tokens)
     position = tl.load(positions + token)
@@ -64,18 +65,21 @@ def _rope_cache_kernel(
     is_value = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
     pairs = tl.arange(0, HALF_PAD)
     known = (heads < Q_HEADS + 2 * KV_HEADS)[:, None]
+    entry = tl.where(token < count, row * table_width + position // BLOCK_SIZE, 0)
+    block = tl.load(block_table + entry).to(tl.int64)
+    turn = table + tl.where(token < count, angle, 0) * ROTARY + pairs
+    cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
+    if token >= count:
+        return
     source = qkv + token.to(tl.int64) * QKV_STRIDE + heads[:, None] * DIM
     low = tl.load(source + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     high = tl.load(source + half + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     if REST_PAD:
         others = ROTARY + tl.arange(0, REST_PAD)
         rest = tl.load(source + others[None, :], mask=known & (others < DIM)[None, :], other=0.0).to(tl.float32)
-    if token >= count:
-        return
-    block = tl.load(block_table + row * table_width + position // BLOCK_SIZE).to(tl.int64)
-    turn = table + angle * ROTARY + pairs
-    cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
 
     rotates = (is_query | is_key)[:, None]
     if NORM:
@@ -150,6 +154,8 @@ def rope_cache(
 
     Values are written finite (not-a-number as 0, infinity as the largest number): attention multiplies the values of
     keys that a row may not see by 0, so one request's overflow would reach the next owner of its block.
+
+    On a GPU where kernels overlap, all but qkv was written by a launch that is not the last one before.
     """
     _, _, kv_heads, block_size, dim = cache.shape
     tokens = qkv.shape[0]
@@ -188,6 +194,7 @@ def rope_cache(
             NORM=norm is not None,
             LIMIT=torch.finfo(qkv.dtype).max,
             num_warps=1 if per_program <= 4 else 4,
+            **overlap_options(qkv.device),
         )
     return query
 

@@ -1,0 +1,98 @@
+"""Which products of few rows our kernel takes, and how: measured on a GPU, by shape and number of rows.
+
+The tables lie in `product_tables/`, one a GPU, and are made by `python -m benchmarks.tune`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, default_tiling
+
+_FOLDER = Path(__file__).parent / "product_tables"
+_FEW = 64
+"""Rows up to which, for want of a measurement, ours is taken to be the faster one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A shape of W, and what is done with the product."""
+
+    outputs: int
+    inputs: int
+    gated: bool = False  # W has twice as many lines: the gate's, then those of what is gated
+    adds: bool = False  # to a residual
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of W, in 16 bits."""
+        return 2 * self.outputs * self.inputs * (2 if self.gated else 1)
+
+    @property
+    def name(self) -> str:
+        """How a table calls it."""
+        return f"{self.outputs}x{self.inputs}{' gated' if self.gated else ''}{' added' if self.adds else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTable:
+    """Choices by product's name; each holds up to a number of rows, in rising order. No tiling: the library's."""
+
+    choices: Mapping[str, Mapping[int, Tiling | None]]
+
+    def tiling(self, product: Product, rows: int) -> Tiling | None:
+        """How to multiply so many rows; None: by the library."""
+        if rows > MOST_ROWS:
+            return None
+        for most, tiling in self.choices.get(product.name, {}).items():
+            # one row has a kernel of its own
+            if rows <= most and (rows == 1) == (most == 1):
+                return tiling
+        return default_tiling(rows, product.outputs, product.inputs, gated=product.gated) if rows <= _FEW else None
+
+    def with_choice(self, product: Product, rows: int, tiling: Tiling | None) -> ProductTable:
+        """The same, with another choice."""
+        choices = {**self.choices.get(product.name, {}), rows: tiling}
+        return ProductTable({**self.choices, product.name: dict(sorted(choices.items()))})
+
+
+def table_path(device_name: str) -> Path:
+    """Where the table of a GPU lies, or would."""
+    return _FOLDER / f"{device_name.lower().replace(' ', '-')}.json"
+
+
+@cache
+def read_table(device_name: str) -> ProductTable:
+    """The table of this GPU; an empty one where none was measured."""
+    path = table_path(device_name)
+    if not path.exists():
+        return ProductTable({})
+    products = json.loads(path.read_text(encoding="utf-8"))["products"]
+    return ProductTable(
+        {
+            name: {int(rows): None if tiling is None else Tiling(*tiling) for rows, tiling in choices.items()}
+            for name, choices in products.items()
+        }
+    )
+
+
+def write_table(path: Path, table: ProductTable, command: str) -> None:
+    """`command` made it."""
+    lines = [
+        f"  {json.dumps(name)}: "
+        + json.dumps({rows: None if tiling is None else astuple(tiling) for rows, tiling in choices.items()})
+        for name, choices in table.choices.items()
+    ]
+    text = f'{{"command": {json.dumps(command)},\n "products": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def device_table(device: torch.device) -> ProductTable:
+    """The table of a device; an empty one but for a GPU."""
+    return read_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else ProductTable({})
