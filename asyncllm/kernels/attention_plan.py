@@ -58,6 +58,8 @@ class Tiling:
     share: int  # programs that fill the GPU, a KV head
     least_blocks: int  # a part of a split tile has at least this many blocks of `keys` keys
     descriptors: bool  # read whole blocks of keys through tensor descriptors; then block_size % keys == 0
+    shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
+    shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
 
     @property
@@ -141,16 +143,18 @@ def default_tilings(
     dim = next_power_of_2(shape.head_dim)
     wide = dim * dtype.itemsize > 256  # bytes of a key
     share = max(1, multiprocessors // shape.kv_heads)
+    exact = dtype == torch.float32
     small = Tiling(
         rows=max(16, next_power_of_2(shape.group)),
         keys=32 if wide else 64,
         warps=4,
         stages=3,
-        share=share,
+        share=2 * share,
         least_blocks=1,
         descriptors=descriptors and shape.block_size % (32 if wide else 64) == 0,
+        shared_rows=32 if exact else 64,
+        shared_stages=1 if exact else 2,
     )
-    exact = dtype == torch.float32
     keys = 32 if exact else 64
     large = Tiling(
         rows=32 if exact else 64,
@@ -186,8 +190,11 @@ def make_attention_plan(
             multiprocessors, descriptors = properties.multi_processor_count, properties.major >= 9
         tilings = default_tilings(shape, dtype, multiprocessors=multiprocessors, descriptors=descriptors)
     small, large = tilings
-    shares = least_shared is not None and shape.window is None and max_sequences > 1 and small.rows > 0
-    shared_rows = max(large.rows, _LEAST_MATES * next_power_of_2(shape.group)) if shares and shape.group <= 16 else 0
+    shares = least_shared is not None and shape.window is None and max_sequences > 1
+    if shares and small.shared_rows and shape.group <= 16:
+        shared_rows = max(small.shared_rows, _LEAST_MATES * next_power_of_2(shape.group))
+    else:
+        shared_rows = 0
     # lines of either launch: parts of split tiles; of members of shared tiles, each one's own parts and its shared ones
     lines = 2 * max(each.most_parts * each.rows for each in tilings)
     if shared_rows:
@@ -466,7 +473,10 @@ def _plan_list(
         # The parts of a tile have a line for each of its packed rows.
         merged = (splits > 1) | (shared > 0)
         lines = tl.where(merged, counts * (packed if SMALL else ROWS), 0)
-        my_first = num_shared + tl.sum(tl.where(others < me, counts, 0), axis=0)
+        sizes = tl.cdiv(blocks, tl.maximum(splits, 1))
+        my_size = tl.sum(tl.where(others == me, sizes, 0), axis=0)
+        longer = (sizes > my_size) | ((sizes == my_size) & (others < me))  # these come first
+        my_first = num_shared + tl.sum(tl.where(longer, counts, 0), axis=0)
         my_line = tl.sum(tl.where(others < me, lines, 0), axis=0)
         my_splits = tl.sum(tl.where(others == me, splits, 0), axis=0)
         my_tiles = tl.sum(tl.where(others == me, tiles, 0), axis=0)

@@ -60,6 +60,8 @@ def _attention_kernel(
     SHARED_ROWS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
     MERGE_LINES: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
     MATES_PAD: tl.constexpr,
@@ -99,22 +101,22 @@ def _attention_kernel(
                 output, query, cache, descriptor, table, upcoming, members, partial, statistics, arrivals, sinks, scale,
                 soft_cap, plane_rows, head, start, packed, block, block_end, part, shared_line, shared_parts,
                 QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, SINKS, SHARED_ROWS, KEYS,
-                DESCRIPTORS, PRECISION, MERGE_LINES, MERGE_PARTS, MATES_PAD, MEMBER_FIELDS,
+                DESCRIPTORS, PRECISION, SHARED_STAGES, MERGE_LINES, MERGE_PARTS, MATES_PAD, MEMBER_FIELDS,
             )  # fmt: skip
         else:
             _attend_tile(
                 output, query, cache, descriptor, table, upcoming, partial, statistics, arrivals, sinks, scale,
                 soft_cap, plane_rows, head, start, packed, before, first_row, block, block_end, splits, line, part,
                 stride, shared_parts, shared_line, shared_stride, arrival, QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD,
-                BLOCK_SIZE, WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, MERGE_LINES,
-                MERGE_PARTS,
+                BLOCK_SIZE, WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, STAGES,
+                MERGE_LINES, MERGE_PARTS,
             )  # fmt: skip
     else:
         _attend_tile(
             output, query, cache, descriptor, table, upcoming, partial, statistics, arrivals, sinks, scale, soft_cap,
             plane_rows, head, start, packed, before, first_row, block, block_end, splits, line, part, stride,
             shared_parts, shared_line, shared_stride, arrival, QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD, BLOCK_SIZE,
-            WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, MERGE_LINES, MERGE_PARTS,
+            WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, STAGES, MERGE_LINES, MERGE_PARTS,
         )  # fmt: skip
 
 
@@ -154,6 +156,7 @@ def _attend_shared_tile(
     KEYS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     MERGE_LINES: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
     MATES_PAD: tl.constexpr,
@@ -172,7 +175,7 @@ def _attend_shared_tile(
     summed, top, weight = _attend(
         summed, top, weight, q, cache, descriptor, table, upcoming, head, row, block, block_end, 0, block_end * KEYS,
         scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, 0, SOFT_CAP, KEYS, False, DESCRIPTORS,
-        PRECISION,
+        PRECISION, STAGES,
     )  # fmt: skip
     mine = (shared_line + part * packed + row).to(tl.int64) * KV_HEADS + head
     _store_part(partial, statistics, summed, top, weight, mine, exists, row < packed, DIM_PAD)
@@ -240,6 +243,7 @@ def _attend_tile(
     ONE_LOOP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     MERGE_LINES: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
 ) -> None:
@@ -266,7 +270,7 @@ def _attend_tile(
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, block_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, True, DESCRIPTORS, PRECISION,
+            KEYS, True, DESCRIPTORS, PRECISION, STAGES,
         )  # fmt: skip
     else:
         whole_end = tl.minimum((first_position + 1) // KEYS, block_end)
@@ -276,21 +280,21 @@ def _attend_tile(
             summed, top, weight = _attend(
                 summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, edge_end,
                 key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW,
-                SOFT_CAP, KEYS, True, DESCRIPTORS, PRECISION,
+                SOFT_CAP, KEYS, True, DESCRIPTORS, PRECISION, STAGES,
             )  # fmt: skip
             block = edge_end
             upcoming = _look_up(table, block, whole_end, BLOCK_SIZE, KEYS)
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, whole_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, False, DESCRIPTORS, PRECISION,
+            KEYS, False, DESCRIPTORS, PRECISION, STAGES,
         )  # fmt: skip
         block = tl.maximum(block, whole_end)
         upcoming = _look_up(table, block, block_end, BLOCK_SIZE, KEYS)
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, block_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, True, DESCRIPTORS, PRECISION,
+            KEYS, True, DESCRIPTORS, PRECISION, STAGES,
         )  # fmt: skip
 
     if splits + shared_parts == 1:
@@ -325,9 +329,8 @@ def _look_up(
 @jit
 def _as_key(q: tl.tensor, cache: tl.tensor) -> tl.tensor:
     """In the type that keys and values are multiplied in."""
-    if cache.dtype.element_ty == tl.float8e4nv:
-        if q.dtype == tl.bfloat16:
-            q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    if cache.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return q
 
 
@@ -408,6 +411,7 @@ def _attend(
     MASKED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> tl.tensor:
     """Go over blocks of KEYS keys, [block_start, block_end). Not MASKED: every row sees all of them.
 
@@ -419,7 +423,7 @@ def _attend(
         factor = soft_cap * 1.4426950408889634
     if BLOCK_SIZE >= KEYS:
         cut: tl.constexpr = BLOCK_SIZE // KEYS
-    for block in tl.range(block_start, block_end):
+    for block in tl.range(block_start, block_end, num_stages=STAGES):
         keys = block * KEYS + tl.arange(0, KEYS)
         if BLOCK_SIZE >= KEYS:
             slot = upcoming * (KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + block % cut * KEYS
@@ -601,6 +605,8 @@ def _launch_attention(
         SHARED_ROWS=plan.shared_rows if is_small else 0,
         DESCRIPTORS=tiling.descriptors,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        STAGES=tiling.stages,
+        SHARED_STAGES=tiling.shared_stages,
         MERGE_LINES=merge_lines,
         MERGE_PARTS=merge_parts,
         MATES_PAD=next_power_of_2(max(1, plan.shared_rows // shape.group)),
