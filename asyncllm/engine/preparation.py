@@ -21,7 +21,8 @@ from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.stop_matcher import StopMatcher
-from asyncllm.params import MAX_COUNT, SamplingParams
+from asyncllm.param_checks import MAX_COUNT
+from asyncllm.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]

@@ -35,7 +35,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from asyncllm.engine.plan import Chunk, RowJoin, StepPlan, StepResult
+from asyncllm.engine.plan import Chunk, StepPlan, StepResult
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.reports import Ended, SchedulerCounts, StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request, RequestSpec
@@ -230,7 +230,7 @@ class Scheduler:
             self._blocked = (request, demand)
             return False
         row = self._roster.admit(request, hit.positions)
-        draft.joins.append(RowJoin(row, request.id, request.spec.sampling, len(request.spec.token_ids)))
+        draft.joins.append(request.join(row))
         self.cache.open(request, hit, draft)
         if request.first_scheduled is None:
             request.first_scheduled = now
