@@ -164,6 +164,13 @@ class TokenScores:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def at(self, position: int) -> TokenScores:
+        """One position by itself."""
+        start, end = self.offsets[position : position + 2].tolist()
+        some = slice(start, end)
+        offsets = np.array([0, end - start], np.int32)
+        return TokenScores(offsets, self.token_ids[some], self.logprobs[some], self.ranks[some])
+
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:

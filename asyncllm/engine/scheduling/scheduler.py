@@ -43,6 +43,7 @@ from asyncllm.engine.scheduling.roster import Roster
 from asyncllm.engine.scheduling.row_table import RowMap, RowTable, SteadyRows
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.engine.scheduling.step_draft import LaunchedStep, StepDraft
+from asyncllm.engine.scheduling.told_scores import told_scores
 from asyncllm.errors import ContextLengthError
 from asyncllm.results import FinishReason
 
@@ -273,6 +274,7 @@ class Scheduler:
         token_ids: list[int] = result.token_ids.tolist()
         if len(token_ids) != len(row_map.ids):
             raise ValueError(f"step {result.step} samples {len(row_map.ids)} tokens, its result has {len(token_ids)}")
+        told = None if result.logprobs is None else told_scores(step, result.logprobs)
         if step.has_ended:
             live = [i for i, request in enumerate(row_map.requests) if request.phase is not Phase.ENDED]
             row_map = RowMap.of([row_map.requests[i] for i in live])
@@ -293,6 +295,8 @@ class Scheduler:
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
+        if told is not None:
+            return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts)
         return StepTokens(step.step, row_map.ids, token_ids)
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:
