@@ -218,6 +218,9 @@ async def test_g15_ids_outside_the_vocabulary_are_refused(tiny: Path) -> None:
                 await engine.generate(prompt, GREEDY)
         with pytest.raises(InvalidParamsError, match="1000000"):
             await engine.generate([3], SamplingParams(stop_token_ids=[10**6], min_tokens=1))
+        for field in ({"logit_bias": {512: 5}}, {"allowed_token_ids": [512]}, {"logprob_token_ids": [600]}):
+            with pytest.raises(InvalidParamsError, match=next(iter(field))):
+                await engine.generate([3], SamplingParams(**field))
         assert (await engine.generate([3], GREEDY)).finish_reason in ("stop", "length")
 
 
