@@ -34,7 +34,7 @@ BLOCK = 64
 LLAMA = AttentionShape(32, 8, 128, BLOCK, None)
 QWEN = AttentionShape(16, 8, 128, BLOCK, None)
 LIMIT = 4.45e12
-MOST_BYTES = 3_000_000_000  # of all copies of the cache
+MOST_BYTES = 8_000_000_000  # of all copies of the cache
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ LOADS = [
     Load("1 × 300", (300,)),
     Load("8 × 300", (300,) * 8),
     Load("128 × 300", (300,) * 128),
+    Load("32 × 600", (600,) * 32),
     Load("128 × 1,000", (1000,) * 128),
+    Load("128 × 4,000", (4000,) * 128),
     Load("64 × 2,150", (2150,) * 64),
     Load("64 × 2,150, 1,500 shared", (2150,) * 64, 1500),
     Load("1 × 32,768", (32_768,)),
@@ -72,21 +74,20 @@ class Variant:
 def variants(shape: AttentionShape, dtype: torch.dtype) -> Iterator[Variant]:
     """The default, and what could be better."""
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     small, _ = default_tilings(shape, dtype, multiprocessors=count, descriptors=True)
+    one = count // shape.kv_heads  # programs a KV head, one a multiprocessor
     yield Variant("default", small)
-    old = replace(small, keys=64, warps=4, stages=3, share=count // shape.kv_heads, prefetch=False)
-    yield Variant("k64 w4 s3, plain", old, overlap=False, shares=False)
-    for keys, warps, stages, prefetch in [(64, 4, 2, True), (64, 4, 3, False), (32, 4, 3, False), (32, 4, 3, True)]:
-        tiling = replace(old, keys=keys, warps=warps, stages=stages, prefetch=prefetch)
-        yield Variant(f"k{keys} w{warps} s{stages}{' pre' * prefetch}, shared", tiling)
-    if shape is QWEN:
-        return
-    for keys, warps, stages in [(64, 4, 3), (32, 4, 4), (32, 2, 3), (32, 1, 3), (64, 2, 3), (16, 1, 4)]:
-        tiling = replace(old, keys=keys, warps=warps, stages=stages, prefetch=True)
-        yield Variant(f"k{keys} w{warps} s{stages} pre", tiling, shares=False)
-    for share in (2, 3):
-        tiling = replace(old, keys=32, prefetch=True, share=share * count // shape.kv_heads)
-        yield Variant(f"k32 w4 s3 pre, shared, {share} a processor", tiling)
+    yield Variant("nothing shared", small, shares=False)
+    yield Variant("no overlap", small, overlap=False)
+    for least in (2, 3, 5):
+        yield Variant(f"parts of {least} blocks and more", replace(small, least_blocks=least))
+    yield Variant("3 a processor", replace(small, share=3 * one, shared_stages=1))
+    yield Variant("4 stages", replace(small, stages=4))
+    two = replace(small, warps=2, shared_rows=32)
+    yield Variant("2 warps", two)
+    yield Variant("2 warps, parts of 3 blocks and more", replace(two, least_blocks=3))
+    yield Variant("2 warps, 3 a processor", replace(two, share=3 * one))
 
 
 @dataclass(frozen=True)

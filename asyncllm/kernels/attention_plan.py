@@ -40,6 +40,9 @@ MEMBER_FIELDS = 4
 LEAST_SHARED = 256
 """Tokens: a shorter common prefix is not worth the merge."""
 
+_NEVER_SPLIT = 1 << 24
+"""Blocks of a part: more than any context has."""
+
 _LEAST_MATES = 8
 """Sequences that a shared tile has room for, at least."""
 
@@ -133,12 +136,13 @@ class Sequences:
 
 
 def default_tilings(
-    shape: AttentionShape, dtype: torch.dtype, *, multiprocessors: int, descriptors: bool
+    shape: AttentionShape, dtype: torch.dtype, *, multiprocessors: int, descriptors: bool, deterministic: bool = False
 ) -> tuple[Tiling, Tiling]:
     """The small and the large tiling that suit an H200, for a device with so many multiprocessors.
 
     `dtype` is the cache's. `descriptors` says whether the device has a tensor memory accelerator (compute capability
-    9.0 and later).
+    9.0 and later). `deterministic`: what a query row gives depends on its own keys alone. So all rows have tiles of one
+    size, and no tile is split.
     """
     dim = next_power_of_2(shape.head_dim)
     wide = dim * dtype.itemsize > 256  # bytes of a key
@@ -165,6 +169,8 @@ def default_tilings(
         least_blocks=8,
         descriptors=descriptors and shape.block_size % keys == 0,
     )
+    if deterministic:
+        return replace(small, rows=0, shared_rows=0), replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
     return small, large
 
 
@@ -177,6 +183,7 @@ def make_attention_plan(
     max_sequences: int,
     tilings: tuple[Tiling, Tiling] | None = None,
     least_shared: int | None = LEAST_SHARED,
+    deterministic: bool = False,
 ) -> AttentionPlan:
     """Allocate a plan for steps of up to `max_tokens` tokens of `max_sequences` sequences, over a cache of `dtype`.
 
@@ -188,7 +195,9 @@ def make_attention_plan(
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             multiprocessors, descriptors = properties.multi_processor_count, properties.major >= 9
-        tilings = default_tilings(shape, dtype, multiprocessors=multiprocessors, descriptors=descriptors)
+        tilings = default_tilings(
+            shape, dtype, multiprocessors=multiprocessors, descriptors=descriptors, deterministic=deterministic
+        )
     small, large = tilings
     shares = least_shared is not None and shape.window is None and max_sequences > 1
     if shares and small.shared_rows and shape.group <= 16:

@@ -538,11 +538,12 @@ def paged_attention(
     """Attention of every token of the planned step to its sequence's keys up to itself; returns [tokens, Hq, D].
 
     query [tokens, Hq, D], of which tokens past the last sequence's are skipped (their output is left as it is); cache
-    [2, blocks, Hkv, block_size, D], dense, this step's keys and values written; block_table [rows, most blocks] int32,
-    dense; scale (over 0) of the dot products; soft_cap c: c · tanh(x / c) of the scaled products (Gemma 2); sinks [Hq]:
-    a logit per head that takes part in the softmax and has no value (gpt-oss). `chunks=False` promises that the step
-    only has sequences of at most plan.small.rows packed rows (decoding ones), and saves a launch. `overlap=True`
-    promises that the launch before this one writes neither the plan nor the block table: it then begins beside it.
+    [2, blocks, Hkv, block_size, D], dense, of the query's type or float8_e4m3fn, this step's keys and values written;
+    block_table [rows, most blocks] int32, dense; scale (over 0) of the dot products; soft_cap c: c · tanh(x / c) of the
+    scaled products (Gemma 2); sinks [Hq]: a logit per head that takes part in the softmax and has no value (gpt-oss).
+    `chunks=False` promises that the step only has sequences of at most plan.small.rows packed rows (decoding ones), and
+    saves a launch. `overlap=True` promises that the launch before this one writes neither the plan nor the block table:
+    this one then begins beside it.
     """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -636,8 +637,10 @@ def paged_attention_reference(
         start, end = int(sequences.query_starts[i]), int(sequences.query_starts[i + 1])
         length = int(sequences.context_lens[i])
         blocks = block_table[int(sequences.rows[i]), : ceil_div(length, shape.block_size)].long()
+        # torch moves no 8-bit floats by index, but bytes
+        found = cache.view(torch.uint8)[:, blocks].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[:, blocks]
         # [2, Hkv, length, D]
-        keys, values = cache[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :length].float()
+        keys, values = found.transpose(1, 2).flatten(2, 3)[:, :, :length].float()
         q = query[start:end].float().reshape(end - start, shape.kv_heads, group, -1)
         logits = torch.einsum("thgd,hkd->hgtk", q, keys) * scale
         if soft_cap is not None:

@@ -43,6 +43,7 @@ class Case:
     tilings: tuple[Tiling, Tiling] | None = None
     prefixes: tuple[Prefix, ...] = ()
     least_shared: int | None = None
+    narrow: bool = False  # the cache is of 8-bit numbers
     backwards: bool = False  # the units of the small list, so that those of shared tiles come last
 
 
@@ -81,7 +82,7 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int
     rows = torch.randperm(count + SPARE_SEQUENCES, generator=generator)[:count]
     table = torch.zeros((count + SPARE_SEQUENCES, max(needed) + 1), dtype=torch.int32)
     cache = torch.full((2, sum(needed) + 1, case.kv_heads, size, case.dim), torch.nan)
-    cache[1] = 1e4
+    cache[1] = 400.0 if case.narrow else 1e4
     for (length, computed), row, blocks in zip(case.sequences, rows.tolist(), needed, strict=True):
         oldest = 0 if case.window is None else max(0, length - computed - case.window + 1)
         for block in range(oldest // size, blocks):  # older ones were given back: they are the null block
@@ -103,7 +104,7 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int
 
     return Step(
         query=query.to(device, dtype),
-        cache=cache.to(device, dtype),
+        cache=cache.to(device, torch.float8_e4m3fn if case.narrow else dtype),
         block_table=table.to(device),
         query_starts=padded(starts, SPARE_SEQUENCES),
         context_lens=padded([length for length, _ in case.sequences], SPARE_SEQUENCES),
@@ -156,7 +157,7 @@ def plain_attention(case: Case, step: Step, sinks: torch.Tensor | None) -> torch
     start = 0
     for i, (length, queries) in enumerate(case.sequences):
         blocks = step.block_table[step.rows[i].long(), : -(-length // case.block_size)].long()
-        keys, values = step.cache[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        keys, values = step.cache.to(step.query.dtype)[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :length]
         query = step.query[start : start + queries].transpose(0, 1)
         logits = query @ keys.repeat_interleave(group, 0).transpose(1, 2) * case.dim**-0.5
         if case.soft_cap is not None:

@@ -21,6 +21,7 @@ CASES = [
     Case(q_heads=7, kv_heads=1, dim=32, block_size=32, window=20, tilings=tilings(32, descriptors=True)),
     Case(q_heads=2, kv_heads=2, dim=16, block_size=16, window=33, soft_cap=3.0, sinks=True, tilings=tilings(32)),
     LONG,
+    Case(dim=32, block_size=32, narrow=True, tilings=tilings(32, descriptors=True)),
     Case(q_heads=3, kv_heads=1, dim=96, block_size=128, soft_cap=20.0, sequences=DECODE, tilings=tilings(32, share=3)),
 ]
 MORE = [

@@ -15,7 +15,13 @@ from torch import Tensor
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.kernels.attention_plan import AttentionPlan, AttentionShape, make_attention_plan, plan_attention
+from asyncllm.kernels.attention_plan import (
+    LEAST_SHARED,
+    AttentionPlan,
+    AttentionShape,
+    make_attention_plan,
+    plan_attention,
+)
 from asyncllm.kernels.sampling import make_sampling_workspace, sample
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
@@ -110,7 +116,14 @@ def _attention_plans(
     plans: dict[int | None, AttentionPlan] = {}
     for window in dict.fromkeys(group.window for group in layout.groups):
         shape = AttentionShape(model.config.num_heads, layout.num_kv_heads, layout.head_dim, layout.block_size, window)
-        plan = make_attention_plan(shape, cache.dtype, cache.device, max_tokens=max_tokens, max_sequences=max_sequences)
+        plan = make_attention_plan(
+            shape,
+            cache.dtype,
+            cache.device,
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            least_shared=LEAST_SHARED,
+        )
         for first in plans.values():
             plan = replace(plan, partial=first.partial, statistics=first.statistics, arrivals=first.arrivals)
             break

@@ -146,6 +146,39 @@ def test_common_prefixes_of_many_rows(backwards: bool) -> None:
         assert error < 8e-3
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_deterministic_attention_depends_on_the_row_alone(window: int | None) -> None:
+    """Computed at once, in pieces and token by token, alone and beside others: the same bits."""
+    shape = attention_plan.AttentionShape(8, 2, 128, 64, window)
+    length, generator = 700, torch.Generator().manual_seed(0)
+    query = torch.randn((length, 8, 128), generator=generator).to(DEVICE, torch.bfloat16)
+    cache = torch.randn((2, 40, 2, 64, 128), generator=generator).to(DEVICE, torch.bfloat16)
+    table = torch.stack([torch.randperm(39, generator=generator)[:13] + 1 for _ in range(6)]).to(DEVICE, torch.int32)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.bfloat16, DEVICE, max_tokens=2000, max_sequences=8, deterministic=True
+    )
+
+    def attend(pieces: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Each piece: its row, and its positions from where to where."""
+        counts = [end - start for _, start, end in pieces]
+        numbers = ([0, *torch.tensor(counts).cumsum(0).tolist()], [end for _, _, end in pieces], [p[0] for p in pieces])
+        starts, ends, rows = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in numbers)
+        sequences = attention_plan.Sequences(starts, ends, rows, torch.full_like(rows[:1], len(pieces)))
+        attention_plan.plan_attention(plan, sequences, tokens=sum(counts), block_table=table)
+        queries = torch.cat([query[start:end] for _, start, end in pieces])
+        chunks = any(count > 1 for count in counts)
+        output = paged_attention.paged_attention(queries, cache, table, plan, scale=0.09, chunks=chunks)
+        return list(output.split(counts))
+
+    (whole,) = attend([(2, 0, length)])
+    halves = [attend([(2, 0, 333), (4, 0, 650)])[0], attend([(1, 5, 6), (2, 333, length)])[1]]
+    assert torch.equal(torch.cat(halves), whole)
+    for position in (0, 1, 63, 64, 100, 332, 333, 500, 699):
+        assert torch.equal(attend([(2, position, position + 1)])[0][0], whole[position])
+        beside = attend([(0, 600, 601), (2, position, position + 1), (2, 640, 641), (5, 30, 31)])
+        assert torch.equal(beside[1][0], whole[position])
+
+
 @pytest.mark.parametrize("length", [5000, 33_000])
 def test_long_contexts_are_split_and_merged(length: int) -> None:
     shape = attention_plan.AttentionShape(8, 2, 128, 64, None)
