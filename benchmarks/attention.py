@@ -200,6 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="variants whose name has this, beside the default")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16")
+    parser.add_argument("--compile", action="store_true", help="only have the kernels compiled, for a later run")
     chosen = parser.parse_args()
     dtype = getattr(torch, chosen.cache_dtype)
     torch.manual_seed(0)
@@ -212,6 +213,8 @@ def main() -> int:
     ]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, jobs, chunksize=1)
+    if chosen.compile:
+        return 0
     failed = False
     for name, shape in shapes.items():
         for load in LOADS if shape is LLAMA else LOADS[1:4]:

@@ -43,8 +43,14 @@ LEAST_SHARED = 256
 _NEVER_SPLIT = 1 << 24
 """Blocks of a part: more than any context has."""
 
-_LEAST_MATES = 8
+_WAVES = 16
+"""Units that every multiprocessor gets in turn, where tiles are long: the last ones are then of a size."""
+
+_LEAST_MATES = 2
 """Sequences that a shared tile has room for, at least."""
+
+_TILE_MATES = 8
+"""Shared tiles of groups of so many sequences, or of as many as a tile has room for, find room in any step."""
 
 # the lines of `AttentionPlan.prefixes`
 _LEADERS, _COMMON, _SAVINGS, _SHARED, _RANKS, _SIZES, _PLACES = (constexpr(i) for i in range(7))
@@ -58,9 +64,10 @@ class Tiling:
     keys: int
     warps: int
     stages: int
-    share: int  # programs that fill the GPU, a KV head
-    least_blocks: int  # a part of a split tile has at least this many blocks of `keys` keys
+    share: int  # multiprocessors, a KV head
+    least_blocks: int  # where tiles are many, a part has at least this many blocks of `keys` keys
     descriptors: bool  # read whole blocks of keys through tensor descriptors; then block_size % keys == 0
+    whole_blocks: int = 0  # a tile of no more blocks than this is not split
     shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
@@ -68,7 +75,19 @@ class Tiling:
     @property
     def most_parts(self) -> int:
         """By how much the units, a KV head, can exceed the tiles; parts of split tiles are under twice as many."""
-        return 3 * self.share
+        return _WAVES * self.share
+
+    def room(self, tiles: int, *, small: bool) -> int:
+        """The units, a KV head, that so many tiles are cut into at most.
+
+        One or two long small tiles have a part on each multiprocessor. More are cut finer, so that no multiprocessor is
+        idle at the end, but not where they are many enough as they are: a program that finds no unit costs some time.
+        """
+        if not small:
+            return tiles + 3 * self.share
+        if tiles <= 2:
+            return tiles + self.share
+        return max(3 * self.share, min(_WAVES * self.share, _WAVES * tiles // 4), tiles + 2 * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +130,11 @@ class AttentionPlan:
     members: torch.Tensor  # [sequences, MEMBER_FIELDS] int32: those of the shared tiles, tile by tile
     compared: torch.Tensor  # [1] int32, sequences compared; zero between launches
 
+    @property
+    def mates(self) -> int:
+        """Sequences that a shared tile has room for."""
+        return self.shared_rows // self.shape.group
+
     def units(self, tiling: Tiling, tokens: int) -> int:
         """The most units of one list that a step of `tokens` tokens can have."""
         most = min(tokens, self.max_sequences)
@@ -119,10 +143,12 @@ class AttentionPlan:
                 return 0
             if most == 1:
                 return tiling.share  # the parts of one tile
-            return most + _most_shared_tiles(most) * (self.shared_rows > 0) + tiling.most_parts
+            if self.shared_rows:  # groups that would need more tiles than these are read as if nothing were shared
+                most += min(most // 2, most // min(self.mates, _TILE_MATES) + 4)
+            return tiling.room(most, small=True)
         least_tokens = self.small.rows // self.shape.group + 1  # of a sequence that is cut into large tiles
         tiles = tokens * self.shape.group // tiling.rows + min(tokens // least_tokens, most)
-        return tiles + tiling.most_parts
+        return tiling.room(tiles, small=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +174,18 @@ def default_tilings(
     wide = dim * dtype.itemsize > 256  # bytes of a key
     share = max(1, multiprocessors // shape.kv_heads)
     exact = dtype == torch.float32
+    rows = max(16, next_power_of_2(shape.group))
+    keys = 32 if wide else 64
     small = Tiling(
-        rows=max(16, next_power_of_2(shape.group)),
-        keys=32 if wide else 64,
-        warps=4,
+        rows=rows,
+        keys=keys,
+        warps=2 if rows * dim <= 2048 else 4,
         stages=3,
-        share=2 * share,
-        least_blocks=1,
-        descriptors=descriptors and shape.block_size % (32 if wide else 64) == 0,
-        shared_rows=32 if exact else 64,
+        share=share,
+        least_blocks=640 // keys,
+        whole_blocks=320 // keys,
+        descriptors=descriptors and shape.block_size % keys == 0,
+        shared_rows=32,
         shared_stages=1 if exact else 2,
     )
     keys = 32 if exact else 64
@@ -241,13 +270,6 @@ def make_attention_plan(
     )
 
 
-def _most_shared_tiles(sequences: int) -> int:
-    """Groups of few are given up where there would be more tiles."""
-    return sequences // 4 + 4
-    """Groups of fewer than 4 are given up where there would be more; those of a tile's room of 8 and over never are."""
-    return sequences // 4 + 4
-
-
 @jit
 def _prefix_kernel(
     prefixes: tl.tensor,
@@ -261,6 +283,7 @@ def _prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     PROBE: tl.constexpr,
     MATES: tl.constexpr,
+    TILE_MATES: tl.constexpr,
     SEQUENCES: tl.constexpr,
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -299,7 +322,7 @@ def _prefix_kernel(
     tl.debug_barrier()
     if tl.atomic_add(compared, 1, sem="acq_rel", scope="gpu") == count - 1:
         tl.store(compared, 0)
-        _group_prefixes(prefixes, count, BLOCK_SIZE, MATES, SEQUENCES, CHUNK)
+        _group_prefixes(prefixes, count, BLOCK_SIZE, MATES, TILE_MATES, SEQUENCES, CHUNK)
 
 
 @jit
@@ -308,6 +331,7 @@ def _group_prefixes(
     count: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     MATES: tl.constexpr,
+    TILE_MATES: tl.constexpr,
     SEQUENCES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
@@ -348,12 +372,20 @@ def _group_prefixes(
             mates = (leader[:, None] == leaders[None, :]) & shares[:, None]
             sizes += tl.sum(mates.to(tl.int32), axis=0)
             ranks += tl.sum((mates & (i[:, None] < lanes[None, :])).to(tl.int32), axis=0)
-        tiles = tl.sum(((shared > 0) & (ranks % MATES == 0)).to(tl.int32), axis=0)
-        shared = tl.where((tiles > count // 4 + 4) & (sizes < 4), 0, shared)
-        tl.debug_barrier()  # all have read what is written now
-        tl.store(prefixes + _SHARED * SEQUENCES + lanes, shared)
         tl.store(prefixes + _RANKS * SEQUENCES + lanes, ranks)
         tl.store(prefixes + _SIZES * SEQUENCES + lanes, sizes)
+        tl.debug_barrier()
+        tiles = tl.zeros([SEQUENCES], tl.int32)  # of the groups up to this sequence's
+        for first in range(0, count, CHUNK):
+            i = first + tl.arange(0, CHUNK)
+            leader = tl.load(prefixes + _LEADERS * SEQUENCES + i, mask=i < count, other=SEQUENCES, cache_modifier=".cg")
+            shares = tl.load(prefixes + _SHARED * SEQUENCES + i, mask=i < count, other=0, cache_modifier=".cg") > 0
+            rank = tl.load(prefixes + _RANKS * SEQUENCES + i, mask=i < count, other=0, cache_modifier=".cg")
+            begins = shares & (rank % MATES == 0)
+            tiles += tl.sum((begins[:, None] & (leader[:, None] <= leaders[None, :])).to(tl.int32), axis=0)
+        shared = tl.where(tiles > tl.minimum(count // 2, count // TILE_MATES + 4), 0, shared)
+        tl.debug_barrier()  # all have read what is written now
+        tl.store(prefixes + _SHARED * SEQUENCES + lanes, shared)
         tl.debug_barrier()
         places = tl.zeros([SEQUENCES], tl.int32)
         for first in range(0, count, CHUNK):
@@ -388,6 +420,7 @@ def _plan_kernel(
     SMALL_KEYS: tl.constexpr,
     SMALL_SHARE: tl.constexpr,
     SMALL_LEAST: tl.constexpr,
+    SMALL_WHOLE: tl.constexpr,
     LARGE_ROWS: tl.constexpr,
     LARGE_KEYS: tl.constexpr,
     LARGE_SHARE: tl.constexpr,
@@ -411,12 +444,12 @@ def _plan_kernel(
     if SMALL_ROWS:
         _plan_list(
             small_units, totals, prefixes, members, rows, me, others, starts, tl.where(is_small, packed, 0), contexts,
-            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, MATES, True, SEQUENCES, FIELDS,
-            MEMBER_FIELDS,
+            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SMALL_WHOLE, MATES, True,
+            SEQUENCES, FIELDS, MEMBER_FIELDS,
         )  # fmt: skip
     _plan_list(
         large_units, totals + 1, prefixes, members, rows, me, others, starts, tl.where(is_small, 0, packed), contexts,
-        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, False, SEQUENCES, FIELDS,
+        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, 0, False, SEQUENCES, FIELDS,
         MEMBER_FIELDS,
     )  # fmt: skip
 
@@ -440,6 +473,7 @@ def _plan_list(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
     LEAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     MATES: tl.constexpr,
     SMALL: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -460,18 +494,26 @@ def _plan_list(
         places = tl.load(prefixes + _PLACES * SEQUENCES + others, mask=shared > 0, other=0)
         shared_tiles = ((shared > 0) & (ranks % MATES == 0)).to(tl.int32)
         blocks -= shared
-    # A part has about `most` blocks. Few tiles are cut into as many parts as fill the GPU. Many are cut finer, where
-    # their lengths differ: a long part would still run when the others are done.
+    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, many
+    # finer, where lengths differ: a long part would still run when the others are done. Small ones: see `Tiling.room`.
     num_tiles = tl.sum(tiles + shared_tiles, axis=0)
-    share = SHARE + 2 * tl.minimum(tl.maximum(num_tiles - SHARE, 0), SHARE)
-    share = tl.minimum(share, room - num_tiles)
-    most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), LEAST)
+    least = LEAST
+    whole = 0
+    if SMALL:
+        few = num_tiles <= 2
+        share = tl.where(few, SHARE, tl.maximum(room - num_tiles, 1))
+        least = tl.where(num_tiles > SHARE, LEAST, 1)
+        whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
+    else:
+        share = SHARE + 2 * tl.minimum(tl.maximum(num_tiles - SHARE, 0), SHARE)
+    most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), least)
     # With W = sum of tiles · blocks, most >= W / share: so the parts are at most `share` more than the tiles, and those
-    # of split tiles (blocks / most >= 1.5, rounded) fewer than 2 · share.
-    splits = tl.maximum((2 * blocks + most) // (2 * most), 1)
+    # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.
+    up: tl.constexpr = 3 if SMALL else 2  # quarters
+    splits = tl.where(blocks > whole, tl.maximum((4 * blocks + up * most) // (4 * most), 1), 1)
     splits = tl.where(packed > 0, splits, 0)
     counts = tiles * splits
-    shared_splits = tl.where(shared > 0, tl.maximum((2 * shared + most) // (2 * most), 1), 0)
+    shared_splits = tl.where(shared > 0, tl.maximum((4 * shared + up * most) // (4 * most), 1), 0)
     shared_counts = shared_tiles * shared_splits
     num_shared = tl.sum(shared_counts, axis=0)
     if me == 0:
@@ -582,7 +624,7 @@ def plan_attention(
     programs = min(tokens, plan.max_sequences)
     device = sequences.rows.device
     lanes = plan.prefixes.shape[1]
-    mates = plan.shared_rows // shape.group if block_table is not None and programs > 1 else 0
+    mates = plan.mates if block_table is not None and programs > 1 else 0
     if mates:
         assert block_table is not None
         _prefix_kernel[(programs,)](
@@ -597,12 +639,12 @@ def plan_attention(
             BLOCK_SIZE=shape.block_size,
             PROBE=plan.probe,
             MATES=mates,
+            TILE_MATES=min(mates, _TILE_MATES),
             SEQUENCES=lanes,
             CHUNK=max(1, 4096 // lanes),
             num_warps=4,
             **overlap_options(device, overlap),
         )
-    small_units = plan.units(small, tokens)
     _plan_kernel[(programs,)](
         plan.small_units,
         plan.large_units,
@@ -613,7 +655,7 @@ def plan_attention(
         sequences.context_lens,
         sequences.rows,
         sequences.num_sequences,
-        small_units + (programs == 1),
+        plan.units(small, tokens),
         plan.units(large, tokens),
         GROUP=shape.group,
         WINDOW=shape.window or 0,
@@ -621,6 +663,7 @@ def plan_attention(
         SMALL_KEYS=small.keys,
         SMALL_SHARE=small.share,
         SMALL_LEAST=small.least_blocks,
+        SMALL_WHOLE=small.whole_blocks,
         LARGE_ROWS=large.rows,
         LARGE_KEYS=large.keys,
         LARGE_SHARE=large.share,

@@ -610,7 +610,7 @@ def _launch_attention(
         SHARED_STAGES=tiling.shared_stages,
         MERGE_LINES=merge_lines,
         MERGE_PARTS=merge_parts,
-        MATES_PAD=next_power_of_2(max(1, plan.shared_rows // shape.group)),
+        MATES_PAD=next_power_of_2(max(1, plan.mates)),
         FIELDS=FIELDS,
         MEMBER_FIELDS=MEMBER_FIELDS,
         num_warps=tiling.warps,

@@ -115,9 +115,16 @@ def test_plan_stays_in_its_memory(device: torch.device) -> None:
         ):
             assert used <= len(units)
             fields = units[:used].tolist()
-            slots = [(unit[8] + unit[9]) for unit in fields if unit[7] > 1]
-            assert sorted(slots) == list(range(len(slots)))
-            assert len(slots) <= 2 * tiling.most_parts
+            heights = [unit[2] if tiling is small else tiling.rows for unit in fields]
+            lines = [
+                line
+                for unit, height in zip(fields, heights, strict=True)
+                if unit[7] > 1
+                for line in range(unit[8] + unit[9] * unit[10], unit[8] + unit[9] * unit[10] + height)
+            ]
+            assert sorted(lines) == list(range(len(lines)))
+            assert len(lines) * shape.kv_heads * shape.head_dim <= len(plan.partial)
+            assert all(unit[14] * shape.kv_heads < len(plan.arrivals) for unit in fields)
         blocks = sum(unit[6] - unit[5] for unit in plan.small_units[: plan.totals[0]].tolist())
         assert blocks == sum(-(-length // 16) for length, each in mix if each * 4 <= 16)
 
