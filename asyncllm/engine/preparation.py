@@ -9,12 +9,13 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.engine.guide import Guide
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
 from asyncllm.engine.scheduling.request import RequestSpec
@@ -63,6 +64,7 @@ class Prepared:
     stop_token_ids: frozenset[int]  # all that end the request
     detokenizer: TextStream | None
     matcher: StopMatcher | None
+    guide: Guide | None = None  # of a late request
 
     def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
         """What the scheduler is told. Not for `max_tokens` of 0, which needs no scheduling."""
@@ -103,14 +105,25 @@ class Preparation:
                 skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
             )
         stops = tuple(params.stop)
+        sampling = self._sampling(params, len(token_ids), stop_ids)
+        guide = self._guide(params, stop_ids)
         return Prepared(
             token_ids=token_ids,
-            sampling=self._sampling(params, len(token_ids), stop_ids),
+            sampling=sampling if guide is None else replace(sampling, late=True),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=stop_ids,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
+            guide=guide,
+        )
+
+    def _guide(self, params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+        constraint = self._model.constrain(params)
+        if constraint is None:
+            return None
+        return Guide(
+            constraint, vocab_size=self._model.facts.vocab_size, min_tokens=params.min_tokens, stop_ids=stop_ids
         )
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:

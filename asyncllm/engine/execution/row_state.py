@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncllm.engine.execution.sampler import SampledRows
 from asyncllm.engine.plan import NULL_BLOCK, Int32Array, RowJoin, TableEdits
@@ -29,6 +30,8 @@ class RowState:
         self._seed = np.zeros(num_rows, np.uint64)
         self._choice = np.zeros(num_rows, np.int64)
         self._suppress_before = np.zeros(num_rows, np.int64)
+        self.reads_logits = np.zeros(num_rows, np.bool_)
+        self.kept: dict[int, Tensor] = {}  # by row: [vocabulary] float32 logits that wait for the host
         self._suppressed: list[Int64Array] = [np.zeros(0, np.int64)] * num_rows
 
     def join(self, join: RowJoin) -> None:
@@ -45,6 +48,8 @@ class RowState:
         self._choice[row] = sampling.choice
         self._suppress_before[row] = sampling.suppress_before if sampling.suppressed else 0
         self._suppressed[row] = np.array(sampling.suppressed, np.int64)
+        self.reads_logits[row] = sampling.reads_logits
+        self.kept.pop(row, None)
 
     def edit_tables(self, edits: TableEdits) -> None:
         """Set block-table entries."""
