@@ -293,7 +293,7 @@ class Core:
         self._scheduler.check_admissible(len(prepared.token_ids))
         request.queued = clock()
         mailbox.prompt = prepared.token_ids
-        if prepared.max_tokens == 0:
+        if prepared.max_tokens == 0 and prepared.sampling.prompt_logprobs is None:
             return self._live.end_unscheduled(request, FinishReason.LENGTH)
         self._scheduler.add(prepared.spec(request.id, submission, self._model.facts.max_model_len))
         request.take_text(prepared, self._delivery.found)

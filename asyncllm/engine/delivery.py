@@ -49,10 +49,12 @@ class Delivery:
         if tokens.requests is not self._routed:
             self._routed = tokens.requests
             self._routes = self._route(tokens.requests)
+        self._live.take_scores(tokens)
         self._hand_out(self._routes, tokens.token_ids)
 
     def deliver_late(self, tokens: StepTokens) -> None:
         """The late tokens of a step, in their turn."""
+        self._live.take_scores(tokens)
         self._hand_out(self._route(tokens.requests), tokens.token_ids)
 
     def deliver_forced(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -72,7 +74,7 @@ class Delivery:
         for request in routes:
             if request.first_token is None:
                 request.first_token = now
-        return routes
+        return [request.addressee for request in routes]
 
     def _hand_out(self, routes: Sequence[Request], token_ids: Sequence[int]) -> None:
         self.tokens += len(token_ids)

@@ -26,10 +26,18 @@ class Guide:
     """
 
     def __init__(
-        self, constraint: Constraint, *, vocab_size: int, min_tokens: int = 0, stop_ids: frozenset[int] = frozenset()
+        self,
+        constraint: Constraint,
+        *,
+        vocab_size: int,
+        min_tokens: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        jumps: bool = True,
     ) -> None:
-        """`stop_ids` may not be sampled among the first `min_tokens` tokens."""
+        """`stop_ids` may not be sampled among the first `min_tokens` tokens. `jumps`: forced tokens are not sampled;
+        where the log-probability of each token is asked for, they must be."""
         self._constraint = constraint
+        self._jumps = jumps
         self._words = -(-vocab_size // 32)
         self._unending = min_tokens  # so many more tokens may not be an end
         self._banned: Mask | None = None
@@ -45,7 +53,7 @@ class Guide:
         if token_ids:
             constraint.accept(token_ids)
         forced: tuple[int, ...] = ()
-        if not constraint.finished:
+        if self._jumps and not constraint.finished:
             forced = tuple(constraint.forced())
             if forced:
                 constraint.accept(forced)

@@ -33,8 +33,16 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobsRequest:
+    """Which log-probabilities are wanted at a position, beside that of the token which is there."""
+
+    top: int  # of so many most likely tokens; the whole vocabulary is its size
+    token_ids: tuple[int, ...] = ()  # and of these
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row is sampled, every default resolved.
+    """How a row is sampled, every default resolved. The order of operations is that of `SamplingParams`.
 
     The draw for the token at absolute position p (prompt included) depends on (seed, choice, p) alone.
     """
@@ -47,8 +55,30 @@ class RowSampling:
     choice: int = 0
     suppress_before: int = 0  # tokens at absolute positions below this may not be one of `suppressed`
     suppressed: tuple[int, ...] = ()  # the ids that would end the request before its min_tokens
+    typical_p: float = 1.0  # 1 keeps all
+    top_n_sigma: float = 0.0  # 0 keeps all
+    xtc_probability: float = 0.0  # 0 drops nothing
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0  # for tokens of prompt and output
+    frequency_penalty: float = 0.0  # these two for tokens of the output
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by id, each once
+    allowed: tuple[int, ...] | None = None  # only these ids may be sampled
+    banned: tuple[int, ...] = ()  # these may not
+    logprobs: LogprobsRequest | None = None  # of sampled tokens
+    prompt_logprobs: LogprobsRequest | None = None  # of the prompt's, from the second on
     late: bool = False  # the row's logits wait for the host, see `LateSamples`
     reads_logits: bool = False  # the host is given the logits that wait for it, see `StepResult.logits`
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the row's join must have its `history`."""
+        return self.counts_tokens or self.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +89,13 @@ class RowJoin:
     request: int  # internal id, never reused
     sampling: RowSampling
     prompt_tokens: int = 1  # of the request as submitted, resumed or not; a rope that depends on length needs it
+    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.needs_history`
+
+    def known(self) -> Int32Array:
+        """The history that must be there."""
+        if self.history is None:
+            raise ValueError(f"request {self.request} joins row {self.row} without its history")
+        return self.history
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +217,49 @@ class LateTokens:
 
     step: int
     token_ids: Int32Array  # [l]
+    logprobs: StepLogprobs | None = None  # None where no row asks; never of prompts
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities of some positions, one after another: position i has the entries offsets[i] to offsets[i + 1].
+
+    The first entry of a position is the token that is there; then come the most likely tokens, the first first, and
+    then those that were asked for by id.
+    """
+
+    offsets: Int32Array  # [positions + 1]
+    token_ids: Int32Array  # [entries]
+    logprobs: NDArray[np.float32]  # [entries]
+    ranks: Int32Array  # [entries] 1 is the most likely token; ties share the better rank
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def at(self, position: int) -> TokenScores:
+        """One position by itself."""
+        start, end = self.offsets[position : position + 2].tolist()
+        some = slice(start, end)
+        offsets = np.array([0, end - start], np.int32)
+        return TokenScores(offsets, self.token_ids[some], self.logprobs[some], self.ranks[some])
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """What the rows that ask for it get to know of a step's tokens."""
+
+    samples: Int32Array  # [s] of the step's sampled tokens, those that are told about: indices of `token_ids`
+    sampled: TokenScores  # of as many positions
+    prompts: tuple[PromptLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of prompt tokens at the positions `start` and on, as far as a chunk's logits reach."""
+
+    chunk: int  # of the step's chunks
+    start: int
+    scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +268,7 @@ class StepResult:
 
     step: int
     token_ids: Int32Array  # [plan.num_sampled]
+    logprobs: StepLogprobs | None = None  # None where no row asks
     logits: Float32Array | None = None
     """[r, vocabulary] what was kept for rows with `reads_logits`: late decoding rows, chunks, forks, each in their
     order. None where there are none."""

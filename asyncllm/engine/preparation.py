@@ -7,7 +7,6 @@ size of the pool) is checked on the engine's thread.
 from __future__ import annotations
 
 import reprlib
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -16,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncllm.engine.guide import Guide
+from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
+from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.stop_matcher import StopMatcher
-from asyncllm.params import MAX_COUNT, SamplingParams
+from asyncllm.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
 """A text, chat messages, or token ids."""
-
-DEFAULTS: Mapping[str, float | int] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,17 @@ class Prepared:
     stop_token_ids: frozenset[int]  # all that end the request
     detokenizer: TextStream | None
     matcher: StopMatcher | None
+    logprobs: LogprobReader
     guide: Guide | None = None  # of a late request
 
     def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
-        """What the scheduler is told. Not for `max_tokens` of 0, which needs no scheduling."""
+        """What the scheduler is told. `max_tokens` of 0 is scheduled for the prompt's sake alone, and samples a token
+        that nobody gets."""
         return RequestSpec(
             request=request,
             token_ids=self.token_ids,
             sampling=self.sampling,
-            max_tokens=max_model_len if self.max_tokens is None else self.max_tokens,
+            max_tokens=max_model_len if self.max_tokens is None else max(self.max_tokens, 1),
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
             arrival=submission.arrival,
@@ -88,24 +89,27 @@ class Preparation:
     def __init__(self, model: ServedModel, capacity: int) -> None:
         """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
         self._model = model
-        self._defaults = {**DEFAULTS, **model.sampling_defaults}
+        self._resolver = SamplingResolver(model)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
         params, model = submission.params, self._model
-        self._check_params(params)
-        token_ids = self._prompt_array(submission.prompt, submission.chat)
+        self._resolver.check(params)
+        token_ids = self._prompt_array(submission.prompt, submission.chat, params.truncate_prompt_tokens)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= model.eos_token_ids
         detokenizer = None
-        if model.tokenizer is not None:
+        if model.tokenizer is not None and params.detokenize:
             detokenizer = model.tokenizer.detokenizer(
                 skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
             )
         stops = tuple(params.stop)
-        sampling = self._sampling(params, len(token_ids), stop_ids)
+        bad_words = self._resolver.bad_words(params)
+        if bad_words.sequences:
+            raise InvalidParamsError(f"bad_words of several tokens are not supported yet: {params.bad_words!r:.80}")
+        sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
         guide = self._guide(params, stop_ids)
         return Prepared(
             token_ids=token_ids,
@@ -115,6 +119,7 @@ class Preparation:
             stop_token_ids=stop_ids,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
+            logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
             guide=guide,
         )
 
@@ -123,7 +128,11 @@ class Preparation:
         if constraint is None:
             return None
         return Guide(
-            constraint, vocab_size=self._model.facts.vocab_size, min_tokens=params.min_tokens, stop_ids=stop_ids
+            constraint,
+            vocab_size=self._model.facts.vocab_size,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            jumps=params.logprobs is None and params.logprob_token_ids is None,
         )
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
@@ -154,13 +163,16 @@ class Preparation:
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
 
-    def _prompt_array(self, prompt: Prompt, chat: ChatOptions) -> Int32Array:
+    def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
+        """The prompt's ids, or so many `last` ones of them."""
+        limit = self._limit if last is None else None
+        kept = slice(None if last is None else -last, None)
         if isinstance(prompt, str) or is_messages(prompt):
-            array = np.array(self.tokenize(prompt, chat, limit=self._limit), dtype=np.int32)
+            array = np.array(self.tokenize(prompt, chat, limit=limit)[kept], dtype=np.int32)
             if len(array) == 0:
                 raise InvalidPromptError("the prompt is empty" if not prompt else "the prompt has no token")
             return self._within_vocabulary(array)
-        return self._id_array(prompt, limit=self._limit)
+        return self._id_array(prompt, limit=limit)[kept]
 
     def _id_array(self, ids: Any, limit: int | None = None, *, may_be_empty: bool = False) -> Int32Array:
         """[n] int32, all within the vocabulary."""
@@ -193,33 +205,9 @@ class Preparation:
             raise InvalidPromptError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
         return array.astype(np.int32)
 
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self._model.facts.vocab_size
-        for token_id in params.stop_token_ids:
-            if token_id >= vocab_size:
-                raise InvalidParamsError(
-                    f"stop_token_ids: {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
-                )
-        if params.min_tokens and len(set(params.stop_token_ids)) >= vocab_size:
-            raise InvalidParamsError("stop_token_ids holds the whole vocabulary: nothing is left for min_tokens")
-        if params.stop and self._model.tokenizer is None:
-            raise InvalidParamsError("stop strings need a tokenizer, which this model does not have")
 
-    def _sampling(self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int]) -> RowSampling:
-        chosen = {
-            name: default if (value := getattr(params, name)) is None else value
-            for name, default in self._defaults.items()
-        }
-        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
-        return RowSampling(
-            temperature=float(chosen["temperature"]),
-            top_k=int(chosen["top_k"]),
-            top_p=float(chosen["top_p"]),
-            min_p=float(chosen["min_p"]),
-            seed=seed,
-            suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
-            suppressed=tuple(sorted(stop_ids)) if params.min_tokens else (),
-        )
+def _no_bytes(token_id: int) -> bytes:
+    return b""
 
 
 def _not_ids(prompt: object) -> InvalidPromptError:

@@ -48,6 +48,7 @@ from asyncllm.engine.scheduling.row_table import RowMap, RowTable, SteadyRows
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.engine.scheduling.step_draft import LaunchedStep
 from asyncllm.engine.scheduling.step_planner import StepPlanner
+from asyncllm.engine.scheduling.told_scores import told_late_scores, told_scores
 from asyncllm.errors import ContextLengthError
 from asyncllm.results import FinishReason
 
@@ -190,6 +191,7 @@ class Scheduler:
         if step.late_applied or len(token_ids) != len(step.late):
             raise ValueError(f"step {step.step} awaits {len(step.late)} late tokens, and {len(token_ids)} came")
         step.late_applied = True
+        scores = () if tokens.logprobs is None else told_late_scores(step, tokens.logprobs)
         requests: list[int] = []
         taken: list[int] = []
         for sample, token_id in zip(step.late, token_ids, strict=True):
@@ -200,7 +202,7 @@ class Scheduler:
                 taken.append(token_id)
                 self._take_token(request, token_id)
         self._tokens_generated += len(taken)
-        return StepTokens(step.step, requests, taken)
+        return StepTokens(step.step, requests, taken, scores)
 
     def _oldest(self, number: int) -> LaunchedStep:
         if not self._in_flight or self._in_flight[0].step != number:
@@ -217,6 +219,7 @@ class Scheduler:
         if not step.late_applied:
             raise ValueError(f"step {result.step} has late tokens, which come before its result")
         self._in_flight.popleft()
+        told = None if result.logprobs is None else told_scores(step, result.logprobs)
         if step.has_ended:
             live = [i for i, request in enumerate(row_map.requests) if request.phase is not Phase.ENDED]
             row_map = RowMap.of([row_map.requests[i] for i in live])
@@ -242,6 +245,8 @@ class Scheduler:
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
+        if told is not None:
+            return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts)
         return StepTokens(step.step, row_map.ids, token_ids)
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from asyncllm.engine.plan import Chunk, RowJoin
+from asyncllm.engine.plan import Chunk
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.roster import Roster
@@ -166,7 +166,7 @@ class StepPlanner:
             self._blocked = (request, demand)
             return False
         row = self._roster.admit(request, hit.positions)
-        draft.joins.append(RowJoin(row, request.id, request.spec.sampling, len(request.spec.token_ids)))
+        draft.joins.append(request.join(row))
         self._cache.open(request, hit, draft)
         if request.first_scheduled is None:
             request.first_scheduled = now
