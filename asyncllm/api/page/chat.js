@@ -187,7 +187,7 @@ class Message {
     const parts = [];
     const tokens = this.usage?.completion_tokens;
     if (tokens !== undefined) parts.push(`${tokens} tokens`);
-    if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} a second`);
+    if (tokens > 1 && seconds > 0) parts.push(`${speed((tokens - 1) / seconds)} a second`);
     if (this.first !== null) parts.push(`first after ${Math.round(this.first - this.began)} ms`);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (cached > 0) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
@@ -215,6 +215,10 @@ function element(name, className = "", text = "") {
   made.className = className;
   made.textContent = text;
   return made;
+}
+
+function speed(rate) {
+  return rate < 100 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
 }
 
 function isAtEnd() {
