@@ -36,6 +36,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("outputs",),
     ("config",),
     ("params",),
+    ("structured",),
     ("param_checks",),
     ("results",),
     ("metrics",),
