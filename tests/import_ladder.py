@@ -27,7 +27,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("engine.row_sampling", "engine.logprob_reader"),
     ("engine.model",),
     ("engine.scheduling", "engine.execution"),
-    ("engine", "engine.plan", "engine.event_loop", "engine.process", "engine.workers"),
+    ("engine", "engine.grammars", "engine.plan", "engine.event_loop", "engine.process", "engine.workers"),
     ("models",),
     ("layers",),
     ("kernels",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ Mask = NDArray[np.uint32]
 
 
 class Constraint(Protocol):
-    """The state of one choice. Used by one thread at a time; every method may raise a `RequestError`, which ends the
-    choice and no other.
+    """The state of one choice. Used by one thread at a time, and not always the same one. Every method may raise a
+    `RequestError`, which ends the request and no other.
 
     What comes next is a function of the tokens accepted so far, never of which methods were called when: `forced` only
     names early what sampling under `mask` would give.
@@ -41,6 +41,6 @@ class Constraint(Protocol):
         """
         ...
 
-    def copy(self) -> Constraint:
+    def copy(self) -> Self:
         """The same state, to go on with on its own: cheap."""
         ...

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from asyncllm.outputs.constraint import Mask
 from asyncllm.structured import StructuredOutput
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MAX_GRAMMARS = 256
 MAX_CACHED_CHARACTERS = 8 * 2**20
@@ -252,4 +252,4 @@ def _build_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
     except ImportError as error:
         raise DependencyError("structured output needs llguidance: pip install 'asyncllm[grammar]'") from error
     wrapper = _Wrapper(vocabulary)
-    return LLTokenizer(wrapper, eos_token=wrapper.eos_token_ids)
+    return LLTokenizer(cast("TokenizerWrapper", wrapper), eos_token=wrapper.eos_token_ids)

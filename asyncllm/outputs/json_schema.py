@@ -1,4 +1,4 @@
-"""What of a JSON Schema can be enforced: each keyword is, or is refused by its name and place; annotations are left out.
+"""What of a JSON Schema can be enforced: a keyword is, or is refused by its name and place; annotations are left out.
 
 llguidance compiles what comes out of here. It refuses much by itself; this module refuses what it would take and not
 hold exactly, names the place, and rewrites what has an exact equal that it does hold. The dialect is 2020-12, or what

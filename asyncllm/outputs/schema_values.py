@@ -126,7 +126,7 @@ class SchemaDocument:
         values = _values(a), _values(b)
         if values[0] is not None and values[1] is not None:
             return not values[0] & values[1]
-        if types == ({"object"}, {"object"}):
+        if types[0] == types[1] == {"object"}:
             shared = set(a.get("required", ())) & set(b.get("required", ()))
             return any(self.disjoint(_property(a, name), _property(b, name), depth + 1) for name in shared)
         return False
@@ -193,8 +193,8 @@ def _required(node: Node) -> Iterator[Json]:
 
 def _first_items(node: Node) -> Iterator[Json]:
     least = node.get("minItems", 0)
-    prefix = node.get("prefixItems", node["items"] if isinstance(node.get("items"), list) else ())
+    items = node.get("items", True)
+    prefix = items if isinstance(items, list) else node.get("prefixItems", ())
     yield from prefix[:least]
     if least > len(prefix):
-        items = node.get("items", True)
         yield node.get("additionalItems", True) if isinstance(items, list) else items
