@@ -102,7 +102,12 @@ class StructuredOutput:
             if hasattr(self.model, "model_validate_json"):
                 return self.model.model_validate_json(text)
             return _type_adapter(self.model).validate_json(text)
-        return json.loads(text) if self.kind in ("json_schema", "json_object") else text
+        if self.kind not in ("json_schema", "json_object"):
+            return text
+        try:
+            return json.loads(text)
+        except RecursionError:
+            raise ValueError("the output is nested too deeply to be read") from None
 
 
 def _model_schema(model: Any) -> Any:
