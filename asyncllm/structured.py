@@ -93,6 +93,12 @@ class StructuredOutput:
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else json.dumps(value)
 
+    @property
+    def characters(self) -> int:
+        """About how much there is to compile."""
+        value = getattr(self, self.kind)
+        return len(value) if isinstance(value, str) else sum(map(len, self.choice or ()))
+
     def parse(self, text: str) -> Any:
         """What a complete output is: the model where there is one, the value of JSON, else the text.
 

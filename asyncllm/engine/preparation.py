@@ -52,6 +52,12 @@ class Submission:
     deadline: float | None = None  # absolute
     cache_salt: str | None = None
 
+    @property
+    def characters(self) -> int:
+        """About how much text there is to work on: the prompt, and a grammar."""
+        structured = self.params.structured_output
+        return count_characters(self.prompt) + (0 if structured is None else structured.characters)
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
