@@ -51,15 +51,18 @@ class RowNorm:
     epsilon: float
 
 
-def default_tiling(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> Tiling:
-    """What suits an H200, for W [outputs, inputs] in 16 bits; `gated`: W is twice as high."""
+def default_tiling(rows: int, outputs: int, inputs: int, *, gated: bool = False, wide: bool = False) -> Tiling:
+    """What suits an H200, for W [outputs, inputs]; `gated`: W is twice as high; `wide`: its numbers have 32 bits."""
     if rows == 1:
-        width = max(next_power_of_2(ceil_div(inputs, 8)), min(2048, next_power_of_2(inputs)))
-        return Tiling(lines=1 if gated else 2, width=width, warps=8 if width >= 2048 else 4)
+        # a thread has 8 elements of a line at a time, so that no program needs more than one exchange between its warps
+        warps = 8 if inputs > 2048 else 4 if inputs > 512 else 1
+        return Tiling(lines=1 if gated else 2, width=256 * warps, warps=warps)
     width = min(128, max(16, next_power_of_2(inputs)))
     tiling = Tiling(64, width, 4, 4) if rows <= 64 else Tiling(128, min(64, width), 8, 4)
     programs = ceil_div(outputs, tiling.lines)
     splits = max(1, min(264 // programs, inputs // (4 * tiling.width), 8))
+    if wide:
+        tiling = replace(tiling, width=min(32, width), stages=2)
     return replace(tiling, splits=splits)
 
 
@@ -85,50 +88,60 @@ def _vector_kernel(
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    known = (lines < outputs)[:, None]
-    columns = tl.arange(0, WIDTH)
-    source = weight + lines.to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    # where the gate's lines have their counterparts
-    below = weight + (outputs + lines).to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    # asked for while the kernel before still runs, so that memory never rests
-    inside = columns < INPUTS
-    of_weight = tl.load(source, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
-    if GATED:
-        of_below = tl.load(below, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
-    if NORM:
-        of_norm = tl.load(norm + columns, mask=inside, other=0.0)
+    written = lines < outputs
+    line_starts = weight + lines.to(tl.int64)[:, None] * INPUTS
+    below_starts = weight + (outputs + lines).to(tl.int64)[:, None] * INPUTS  # counterparts of the gate's lines
+    if OVERLAP:
+        # Into the cache while the kernel before still runs, so that memory never rests. Loads would do so too, but the
+        # compiler waits for them before it goes on.
+        ahead = 64 * tl.arange(0, AHEAD)[None, :]
+        _prefetch(line_starts + ahead, written[:, None] & (ahead < INPUTS))
+        if GATED:
+            _prefetch(below_starts + ahead, written[:, None] & (ahead < INPUTS))
     await_previous(OVERLAP)
     launch_next(OVERLAP)
 
+    if ADD:
+        before = tl.load(output + lines, mask=written, other=0.0).to(tl.float32)
+    columns = tl.arange(0, WIDTH)
     total = tl.zeros([LINES, WIDTH], tl.float32)
     total_below = tl.zeros([LINES, WIDTH], tl.float32)
-    squares = tl.zeros([WIDTH], tl.float32)
+    squares = tl.zeros([LINES, WIDTH], tl.float32)  # the same in every line: one reduction takes all
     for start in tl.static_range(0, INPUTS, WIDTH):
         inside = columns < INPUTS - start
-        if start > 0:
-            mask = known & inside[None, :]
-            of_weight = tl.load(source + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                of_below = tl.load(below + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if NORM:
-                of_norm = tl.load(norm + start + columns, mask=inside, other=0.0)
+        mask = written[:, None] & inside[None, :]
+        source = line_starts + start + columns[None, :]
+        of_weight = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if GATED:
+            source = below_starts + start + columns[None, :]
+            of_below = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         of_x = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            squares += of_x * of_x
-            of_x *= of_norm.to(tl.float32)
-        total += of_x[None, :] * of_weight.to(tl.float32)
+            squares += (of_x * of_x)[None, :]
+            of_x *= tl.load(norm + start + columns, mask=inside, other=0.0).to(tl.float32)
+        total += of_x[None, :] * of_weight
         if GATED:
-            total_below += of_x[None, :] * of_below.to(tl.float32)
-    result = tl.sum(total, axis=1)
-    result_below = tl.sum(total_below, axis=1)
+            total_below += of_x[None, :] * of_below
+    # side by side, so that the program's warps exchange all of them at once
+    if GATED and NORM:
+        products, square = tl.split(tl.sum(tl.join(tl.join(total, total_below), tl.join(squares, squares)), axis=1))
+        result, result_below = tl.split(products)
+        square, _ = tl.split(square)
+    elif GATED:
+        result, result_below = tl.split(tl.sum(tl.join(total, total_below), axis=1))
+    elif NORM:
+        result, square = tl.split(tl.sum(tl.join(total, squares), axis=1))
+    else:
+        result = tl.sum(total, axis=1)
     if NORM:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / INPUTS + epsilon)  # the same for every column
+        scale = 1.0 / tl.sqrt_rn(square / INPUTS + epsilon)
         result *= scale
-        result_below *= scale
-    written = lines < outputs
+        if GATED:
+            result_below *= scale
     if BIAS:
         result += tl.load(bias + lines, mask=written, other=0.0).to(tl.float32)
         if GATED:
@@ -136,7 +149,7 @@ def _vector_kernel(
     if GATED:
         result = gate_up_product(result, result_below, GELU)
     if ADD:
-        result += tl.load(output + lines, mask=written, other=0.0).to(tl.float32)
+        result += before
     tl.store(output + lines, result.to(output.dtype.element_ty), mask=written)
 
 
@@ -284,7 +297,8 @@ def skinny_linear(
         raise ValueError(f"skinny_linear takes the norm of a single row, got {rows}")
     output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
     if tiling is None:
-        tiling = default_tiling(rows, outputs, inputs, gated=activation is not None)
+        wide = x.element_size() > 2
+        tiling = default_tiling(rows, outputs, inputs, gated=activation is not None, wide=wide)
     if rows == 1:
         _vector_kernel[(ceil_div(outputs, tiling.lines),)](
             output,
@@ -302,6 +316,7 @@ def skinny_linear(
             ADD=residual is not None,
             GATED=activation is not None,
             GELU=activation is Activation.GELU_TANH,
+            AHEAD=next_power_of_2(ceil_div(inputs, 64)),
             num_warps=tiling.warps,
             **overlap_options(x.device),
         )
