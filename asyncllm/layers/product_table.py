@@ -16,9 +16,6 @@ import torch
 from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, default_tiling
 
 _FOLDER = Path(__file__).parent / "product_tables"
-_FEW = 64
-"""Rows up to which, for want of a measurement, ours is taken to be the faster one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -47,14 +44,14 @@ class ProductTable:
     choices: Mapping[str, Mapping[int, Tiling | None]]
 
     def tiling(self, product: Product, rows: int) -> Tiling | None:
-        """How to multiply so many rows; None: by the library."""
+        """How to multiply so many rows; None: by the library. Where nothing was measured, ours is for one row."""
         if rows > MOST_ROWS:
             return None
         for most, tiling in self.choices.get(product.name, {}).items():
             # one row has a kernel of its own
             if rows <= most and (rows == 1) == (most == 1):
                 return tiling
-        return default_tiling(rows, product.outputs, product.inputs, gated=product.gated) if rows <= _FEW else None
+        return default_tiling(rows, product.outputs, product.inputs, gated=product.gated) if rows == 1 else None
 
     def with_choice(self, product: Product, rows: int, tiling: Tiling | None) -> ProductTable:
         """The same, with another choice."""
@@ -93,6 +90,8 @@ def write_table(path: Path, table: ProductTable, command: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def device_table(device: torch.device) -> ProductTable:
-    """The table of a device; an empty one but for a GPU."""
-    return read_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else ProductTable({})
+def device_table(device: torch.device, dtype: torch.dtype) -> ProductTable:
+    """The table of a device for weights of this type; an empty one where there is none."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return ProductTable({})
+    return read_table(torch.cuda.get_device_name(device))
