@@ -27,11 +27,11 @@ from asyncllm.kernels.activation import Activation, gated_activation
 from asyncllm.kernels.rms_norm import rms_norm
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
+    SPLIT_TILES,
     RowNorm,
     Tiling,
     skinny_linear,
     skinny_linear_reference,
-    split_tiles,
 )
 from asyncllm.layers.product_table import Product, read_table, table_path, write_table
 from asyncllm.models.registry import read_model_config
@@ -133,7 +133,7 @@ def make_operands(product: Product, rows: int, device: torch.device, count: int)
         norm=None if product.adds or rows > 1 else RowNorm(make(product.inputs), 1e-5),
         activation=Activation.SILU if product.gated else None,
         residual=make(rows, product.outputs) if product.adds else None,
-        arrivals=torch.zeros(split_tiles(product.outputs), dtype=torch.int32, device=device),
+        arrivals=torch.zeros(SPLIT_TILES, dtype=torch.int32, device=device),
     )
 
 

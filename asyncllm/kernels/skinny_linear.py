@@ -28,6 +28,9 @@ from asyncllm.kernels.language import (
 
 MOST_ROWS = 256
 
+SPLIT_TILES = 1024
+"""Tiles of lines that a product may have whose columns are cut: a counter each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -64,11 +67,6 @@ def default_tiling(rows: int, outputs: int, inputs: int, *, gated: bool = False,
     if wide:
         tiling = replace(tiling, width=min(32, width), stages=2)
     return replace(tiling, splits=splits)
-
-
-def split_tiles(outputs: int) -> int:
-    """Counters that a product with so many outputs may need."""
-    return ceil_div(outputs, 16)
 
 
 @jit
@@ -286,8 +284,8 @@ def skinny_linear(
     n is at most `MOST_ROWS`. Sums are float32, and so is what lies between the product and what is done with it: `norm`
     (of a single row only) is taken of x before; with `activation`, which is f, weight is [2 · outputs, inputs] with the
     gate first, and the result f(gate) · up; to `residual` [n, outputs], dense, the result is added in place.
-    `arrivals` [`split_tiles(outputs)`] int32 are zeros, and are left so; without them they are made. Returns
-    [n, outputs], of x's type: `residual` or a new tensor.
+    `arrivals` [`SPLIT_TILES`] int32 are zeros, and are left so; without them they are made. Returns [n, outputs], of x's
+    type: `residual` or a new tensor.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
@@ -342,10 +340,12 @@ def _multiply_tiles(
     halves = 1 if activation is None else 2
     partial = output
     if tiling.splits > 1:
+        if tiles > SPLIT_TILES:
+            raise ValueError(f"{tiles} tiles of lines are too many to cut each along its columns")
         size = tiles * tiling.splits * halves * tiling.lines * padded
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         if arrivals is None:
-            arrivals = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+            arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=x.device)
     # tensor copies want lines of whole 16 bytes
     descriptors = _copies_tensors(x.device) and all(
         each * x.element_size() % 16 == 0 for each in (inputs, x.stride(0), x.storage_offset())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import RowNorm, skinny_linear, split_tiles
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, skinny_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import Placement, Slot
@@ -52,35 +52,37 @@ class KernelLinear(Linear):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
         super().__init__(in_features, parts, bias=bias, placement=placement)
-        out_features = sum(self.parts.values())
         self.table = device_table(placement.device, placement.dtype)
-        self.plain = Product(out_features, in_features)
-        self.added = Product(out_features, in_features, adds=True)
-        self.arrivals = torch.zeros(split_tiles(out_features), dtype=torch.int32, device=placement.device)
+        self.arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=placement.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
-        tiling = self.table.tiling(self.plain, len(x))
+        tiling = self.tiling(x)
         if tiling is None:
             return functional.linear(x, self.weight, self.bias)
         return skinny_linear(x, self.weight, self.bias, arrivals=self.arrivals, tiling=tiling)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Of the norm of x: [n, in] → [n, out]."""
-        tiling = self.table.tiling(self.plain, len(x))
+        tiling = self.tiling(x)
         if len(x) == 1 and tiling is not None:
             return skinny_linear(x, self.weight, self.bias, norm=RowNorm(norm.weight, norm.eps), tiling=tiling)
         return self(norm(x))
 
     def add(self, x: Tensor, residual: Tensor) -> None:
         """To `residual` [n, out], in place: x [n, in] times W."""
-        tiling = self.table.tiling(self.added, len(x))
+        tiling = self.tiling(x, adds=True)
         if tiling is not None:
             skinny_linear(x, self.weight, self.bias, residual=residual, arrivals=self.arrivals, tiling=tiling)
         elif self.bias is not None:
             residual += functional.linear(x, self.weight, self.bias)
         else:
             torch.addmm(residual, x, self.weight.t(), out=residual)
+
+    def tiling(self, x: Tensor, *, adds: bool = False) -> Tiling | None:
+        """How our kernel multiplies x, or None: the library is faster."""
+        outputs, inputs = self.weight.shape
+        return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
 
 
 class GatedLinear:

@@ -129,13 +129,19 @@ class Llama:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
+        return self.head.normed(self._residual(batch), self.norm)
+
+    def features(self, batch: ForwardBatch) -> Tensor:
+        """What the head makes logits of, at the sampled tokens: [s, hidden_size]."""
+        return self.norm(self._residual(batch))
+
+    def _residual(self, batch: ForwardBatch) -> Tensor:
+        """What the layers leave at the sampled tokens: [s, hidden_size]."""
         rotation = self.rotary(batch.positions, batch.lengths)
         residual = self.embedding(batch.token_ids)
         for layer in self.layers:
             layer(residual, rotation, batch)
-        if batch.sampled is not None:
-            residual = residual.index_select(0, batch.sampled)
-        return self.head.normed(residual, self.norm)
+        return residual if batch.sampled is None else residual.index_select(0, batch.sampled)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""
