@@ -132,18 +132,29 @@ def each_step(name: str, before: StepTimes, after: StepTimes) -> float:
 
 async def profile_decode(engine: AsyncEngine, config: ModelConfig, rows: int) -> StepProfile:
     """Steps of so many rows of some 300 tokens."""
-    load = Workload(name="profile", requests=rows, concurrency=rows, prompt_tokens=(200, 200), output_tokens=(400, 400))
+    output = 160 if rows > 8 else 600
+    load = Workload(
+        name="profile", requests=rows, concurrency=rows, prompt_tokens=(240, 240), output_tokens=(output, output)
+    )
     running = asyncio.create_task(measure_engine(engine, load, make_requests(load, config.vocab_size, seed=-2)))
     before = engine.statistics().tokens_generated
-    while engine.statistics().requests_running < rows or generated(engine, before) < 40 * rows:  # noqa: ASYNC110
+    while engine.statistics().requests_running < rows or generated(engine, before) < 20 * rows:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
-    start, steps = time.perf_counter(), engine.statistics().step_times.steps
-    await asyncio.sleep(0.1)
-    period = 1e6 * (time.perf_counter() - start) / max(1, engine.statistics().step_times.steps - steps)
+    start, steps = await next_step(engine), engine.statistics().step_times.steps
+    await asyncio.sleep(0.15)
+    period = 1e6 * (await next_step(engine) - start) / (engine.statistics().step_times.steps - steps)
+    length = 240 + generated(engine, before) / rows
     events = await look(0.1)
-    length = 200 + generated(engine, before) / rows
     await running
     return profile_steps(events, config, StepLoad(tokens=rows, context=rows * length, causal=False), period)
+
+
+async def next_step(engine: AsyncEngine) -> float:
+    """When the next step is over, within a millisecond."""
+    steps = engine.statistics().step_times.steps
+    while engine.statistics().step_times.steps == steps:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return time.perf_counter()
 
 
 def generated(engine: AsyncEngine, before: int) -> int:
@@ -153,7 +164,7 @@ def generated(engine: AsyncEngine, before: int) -> int:
 
 async def profile_prefill(engine: AsyncEngine, config: ModelConfig, length: int) -> StepProfile:
     """Steps of one whole prompt each."""
-    load = Workload(name="profile", requests=40, concurrency=1, prompt_tokens=(length, length), output_tokens=(1, 1))
+    load = Workload(name="profile", requests=16, concurrency=1, prompt_tokens=(length, length), output_tokens=(1, 1))
     running = asyncio.create_task(measure_engine(engine, load, make_requests(load, config.vocab_size, seed=-3)))
     before = engine.statistics().tokens_generated
     while generated(engine, before) < 2:  # noqa: ASYNC110
@@ -172,7 +183,7 @@ async def look(seconds: float) -> list[DeviceEvent]:
     return [
         DeviceEvent(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time > 0
+        if event.device_type.name == "CUDA" and event.device_time > 0  # not a call of the host
     ]
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, skinny_linear
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import Placement, Slot
-from asyncllm.layers.product_table import Product, device_table
+from asyncllm.layers.product_table import AnyTiling, Product, device_table
 
 
 class Linear:
@@ -79,7 +79,7 @@ class KernelLinear(Linear):
         else:
             torch.addmm(residual, x, self.weight.t(), out=residual)
 
-    def tiling(self, x: Tensor, *, adds: bool = False) -> Tiling | None:
+    def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
         """How our kernel multiplies x, or None: the library is faster."""
         outputs, inputs = self.weight.shape
         return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))

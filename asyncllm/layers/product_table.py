@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, default_tiling
+from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, VectorTiling, default_vector_tiling
+
+AnyTiling = Tiling | VectorTiling
 
 _FOLDER = Path(__file__).parent / "product_tables"
 
@@ -41,9 +43,9 @@ class Product:
 class ProductTable:
     """Choices by product's name; each holds up to a number of rows, in rising order. No tiling: the library's."""
 
-    choices: Mapping[str, Mapping[int, Tiling | None]]
+    choices: Mapping[str, Mapping[int, AnyTiling | None]]
 
-    def tiling(self, product: Product, rows: int) -> Tiling | None:
+    def tiling(self, product: Product, rows: int) -> AnyTiling | None:
         """How to multiply so many rows; None: by the library. Where nothing was measured, ours is for one row."""
         if rows > MOST_ROWS:
             return None
@@ -51,9 +53,9 @@ class ProductTable:
             # one row has a kernel of its own
             if rows <= most and (rows == 1) == (most == 1):
                 return tiling
-        return default_tiling(rows, product.outputs, product.inputs, gated=product.gated) if rows == 1 else None
+        return default_vector_tiling(product.inputs, gated=product.gated) if rows == 1 else None
 
-    def with_choice(self, product: Product, rows: int, tiling: Tiling | None) -> ProductTable:
+    def with_choice(self, product: Product, rows: int, tiling: AnyTiling | None) -> ProductTable:
         """The same, with another choice."""
         choices = {**self.choices.get(product.name, {}), rows: tiling}
         return ProductTable({**self.choices, product.name: dict(sorted(choices.items()))})
@@ -73,10 +75,16 @@ def read_table(device_name: str) -> ProductTable:
     products = json.loads(path.read_text(encoding="utf-8"))["products"]
     return ProductTable(
         {
-            name: {int(rows): None if tiling is None else Tiling(*tiling) for rows, tiling in choices.items()}
+            name: {int(rows): _tiling(int(rows), numbers) for rows, numbers in choices.items()}
             for name, choices in products.items()
         }
     )
+
+
+def _tiling(rows: int, numbers: list[int] | None) -> AnyTiling | None:
+    if numbers is None:
+        return None
+    return VectorTiling(*numbers) if rows == 1 else Tiling(*numbers)
 
 
 def write_table(path: Path, table: ProductTable, command: str) -> None:
