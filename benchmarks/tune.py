@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ import torch
 
 from asyncllm.kernels import skinny_linear as skinny
 from asyncllm.kernels.activation import Activation, gated_activation
+from asyncllm.kernels.language import next_power_of_2
 from asyncllm.kernels.rms_norm import rms_norm
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
+    SPLIT_TILES,
     RowNorm,
     Tiling,
+    VectorTiling,
     skinny_linear,
     skinny_linear_reference,
-    split_tiles,
 )
-from asyncllm.layers.product_table import Product, read_table, table_path, write_table
+from asyncllm.layers.product_table import AnyTiling, Product, read_table, table_path, write_table
 from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
 from benchmarks.gpu import SETTINGS
@@ -51,7 +54,7 @@ WORTH = 0.98
 class Timing:
     """Microseconds of one product; no tiling: the library's."""
 
-    tiling: Tiling | None
+    tiling: AnyTiling | None
     microseconds: float
 
 
@@ -81,17 +84,20 @@ def products_of(folder: Path) -> list[Product]:
     ]
 
 
-def vector_tilings(product: Product) -> Iterator[Tiling]:
-    """For one row: a thread has 8 to 32 elements of a line or two at a time, in loads of 16 bytes."""
-    halves = 2 if product.gated else 1
-    for width in (512, 1024, 2048, 4096):
-        if not product.inputs / 16 <= width < 2 * product.inputs:
-            continue
-        for lines in (1, 2, 4, 8):
-            for warps in (2, 4, 8, 16):
-                each = lines * width // (32 * warps)
-                if each in (8, 16, 32) and each * halves <= 32 and (lines == 1 or each >= 8 * lines or width < 4096):
-                    yield Tiling(lines, width, warps)
+def vector_tilings(product: Product) -> Iterator[VectorTiling]:
+    """For one row: a thread has 16 to 128 numbers of W in registers, and as many programs run as these allow."""
+    size = next_power_of_2(product.inputs)
+    for warps in (1, 2, 4, 8, 16):
+        for lines in (1, 2, 4, 8, 16):
+            threads = 32 * warps
+            of_weight, of_x = lines * size * (2 if product.gated else 1) // threads, size // threads
+            registers = of_weight + of_x + 32  # two sets of W, two numbers each
+            if not 16 <= of_weight <= 128 or not 8 <= of_x <= 64 or registers > 200:
+                continue
+            most = min(2048 // threads, 65_536 // (threads * registers))
+            for programs in sorted({max(1, most // 2), max(1, most * 3 // 4), most}):
+                if programs and product.inputs * lines * programs >= 4096:
+                    yield VectorTiling(lines, warps, programs)
 
 
 def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
@@ -117,7 +123,7 @@ def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
                 yield Tiling(lines, width, warps, stages, splits)
 
 
-def tilings(product: Product, rows: int) -> list[Tiling]:
+def tilings(product: Product, rows: int) -> list[AnyTiling]:
     """The candidates."""
     if rows > MOST_ROWS:
         return []
@@ -138,11 +144,11 @@ def make_operands(product: Product, rows: int, device: torch.device, count: int)
         norm=None if product.adds or rows > 1 else RowNorm(make(product.inputs), 1e-5),
         activation=Activation.SILU if product.gated else None,
         residual=make(rows, product.outputs) if product.adds else None,
-        arrivals=torch.zeros(split_tiles(product.outputs), dtype=torch.int32, device=device),
+        arrivals=torch.zeros(SPLIT_TILES, dtype=torch.int32, device=device),
     )
 
 
-def ours(operands: Operands, weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+def ours(operands: Operands, tiling: AnyTiling, weight: torch.Tensor) -> torch.Tensor:
     return skinny_linear(
         operands.x,
         weight,
@@ -170,6 +176,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         self.pool = torch.cuda.graph_pool_handle()
+        self.first: torch.cuda.CUDAGraph | None = None  # a pool lives as long as some graph that uses it
 
     def microseconds(self, launch: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
         """Of one launch: the median of a few measurements of several rounds over all weights."""
@@ -179,6 +186,7 @@ class Stopwatch:
             for weight in weights:
                 launch(weight)
             graph.capture_end()
+            self.first = self.first or graph
             graph.replay()
             times = []
             for _ in range(3):
@@ -189,14 +197,14 @@ class Stopwatch:
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end) * 1e3 / 4 / len(weights))
-        return statistics.median(times)
+        return float(statistics.median(times))
 
 
-def check(product: Product, operands: Operands, tiling: Tiling, exact: torch.Tensor, before: torch.Tensor) -> None:
+def check(product: Product, operands: Operands, tiling: AnyTiling, exact: torch.Tensor, before: torch.Tensor) -> None:
     """Raise where the kernel is wrong; bfloat16 rounds by up to 4e-3."""
     if operands.residual is not None:
         operands.residual.copy_(before)
-    actual = ours(operands, operands.weights[0], tiling)
+    actual = ours(operands, tiling, operands.weights[0])
     error = float((actual.float() - exact).norm() / exact.norm())
     if not error < 8e-3:
         raise AssertionError(f"{product}, {len(operands.x)} rows, {tiling}: relative error {error:.2e}")
@@ -218,7 +226,7 @@ def measure(product: Product, rows: int, watch: Stopwatch) -> list[Timing]:
     with torch.cuda.stream(watch.stream):
         torch.cuda.synchronize()
         library(operands, operands.weights[0])
-        first = Timing(None, watch.microseconds(lambda weight: library(operands, weight), operands.weights))
+        first = Timing(None, watch.microseconds(partial(library, operands), operands.weights))
         for tiling in tilings(product, rows):
             try:
                 check(product, operands, tiling, exact, before)
@@ -227,12 +235,12 @@ def measure(product: Product, rows: int, watch: Stopwatch) -> list[Timing]:
                     raise
                 print(f"{product}, {rows} rows, {tiling}: {error}")
                 continue
-            time = watch.microseconds(lambda weight, tiling=tiling: ours(operands, weight, tiling), operands.weights)
+            time = watch.microseconds(partial(ours, operands, tiling), operands.weights)
             timings.append(Timing(tiling, time))
     return [first, *sorted(timings, key=lambda timing: timing.microseconds)]
 
 
-def choose(timings: Sequence[Timing]) -> Tiling | None:
+def choose(timings: Sequence[Timing]) -> AnyTiling | None:
     """The fastest."""
     best = min(timings, key=lambda timing: timing.microseconds)
     return best.tiling if best.microseconds <= WORTH * timings[0].microseconds else None
@@ -256,14 +264,15 @@ class _Hopper:
         return 0
 
 
-def compile_product(task: tuple[Product, int, Tiling]) -> None:
+def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
     """Leave the binary in Triton's cache on disk."""
     import triton  # noqa: PLC0415
 
     product, rows, tiling = task
     triton.runtime.driver.set_active(_Hopper())
     vars(skinny)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
-    for kernel in (skinny._vector_kernel, skinny._tile_kernel):
+    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel]
+    for kernel in kernels:
         run = type(kernel).run
 
         def warm(*arguments: Any, run: Any = run, kernel: Any = kernel, **named: Any) -> Any:
@@ -272,7 +281,7 @@ def compile_product(task: tuple[Product, int, Tiling]) -> None:
         vars(kernel)["run"] = warm
     operands = make_operands(product, rows, torch.device("cpu"), 1)
     try:
-        ours(operands, operands.weights[0], tiling)
+        ours(operands, tiling, operands.weights[0])
     except Exception as error:
         print(f"{task}: {error}", flush=True)
 
@@ -280,8 +289,12 @@ def compile_product(task: tuple[Product, int, Tiling]) -> None:
 def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
     """Every kernel that will be measured; returns how many."""
     tasks = {
-        # what a binary depends on
-        (count == 1 and each.inputs, each.gated, each.adds, count, tiling): (each, count, tiling)
+        # what a binary depends on: of one row, not on how many programs there are
+        (count == 1 and each.inputs, each.gated, each.adds, count, astuple(tiling)[: 2 if count == 1 else None]): (
+            each,
+            count,
+            tiling,
+        )
         for each in products
         for count in rows
         for tiling in tilings(each, count)
@@ -324,7 +337,7 @@ def main() -> None:
             )
             limit = product.weight_bytes / 4.45e6
             print(f"{product.name} {rows}: limit {limit:.1f}, library {timings[0].microseconds:.1f}", end="")
-            print("".join(f"; {each.microseconds:.1f} {astuple(each.tiling)}" for each in timings[1:4]), flush=True)
+            print("".join(f"; {each.microseconds:.1f} {each.tiling}" for each in timings[1:4]), flush=True)
         write_table(path, table, command)
         results.write_text(json.dumps({"command": command, "device": device, "times": times}), encoding="utf-8")
 

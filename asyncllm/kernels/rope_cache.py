@@ -52,12 +52,15 @@ def _rope_cache_kernel(
     NARROW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    # All but the heads is known before the kernel before has ended, and loaded meanwhile.
+    # What depends on nothing is loaded first, then what depends on it together with the heads: one wait, if the first
+    # one passes while the kernel before still runs.
     token = tl.program_id(0)
     count = tl.load(num_tokens)
     position = tl.load(positions + token)
-    row = tl.load(rows + token).to(tl.int64)
-    angle = tl.load(angles + token).to(tl.int64)
+    row = tl.load(rows + token)
+    angle = tl.load(angles + token)
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
 
     half: tl.constexpr = ROTARY // 2
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -66,21 +69,19 @@ def _rope_cache_kernel(
     is_value = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
     pairs = tl.arange(0, HALF_PAD)
     known = (heads < Q_HEADS + 2 * KV_HEADS)[:, None]
-    entry = tl.where(token < count, row * table_width + position // BLOCK_SIZE, 0)
+    entry = tl.where(token < count, row.to(tl.int64) * table_width + position // BLOCK_SIZE, 0)
     block = tl.load(block_table + entry).to(tl.int64)
-    turn = table + tl.where(token < count, angle, 0) * ROTARY + pairs
+    turn = table + tl.where(token < count, angle, 0).to(tl.int64) * ROTARY + pairs
     cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
-    await_previous(OVERLAP)
-    launch_next(OVERLAP)
-    if token >= count:
-        return
     source = qkv + token.to(tl.int64) * QKV_STRIDE + heads[:, None] * DIM
     low = tl.load(source + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     high = tl.load(source + half + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     if REST_PAD:
         others = ROTARY + tl.arange(0, REST_PAD)
         rest = tl.load(source + others[None, :], mask=known & (others < DIM)[None, :], other=0.0).to(tl.float32)
+    if token >= count:
+        return
 
     rotates = (is_query | is_key)[:, None]
     if NORM:

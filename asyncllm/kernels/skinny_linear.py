@@ -1,10 +1,11 @@
 """y = x Wᵀ + b for few rows of x, where reading W once at the speed of memory is all that counts.
 
 What stands beside such a product in a model is done in it: RMSNorm of x on the way in, a gated activation or the sum
-with a residual on the way out. One row is a matrix-vector product in registers; more go through the matrix units, with
-W on the side that has many lines. A small W is cut along its columns as well, so that every multiprocessor has a part;
-the parts are added in a fixed order by the program that comes last. Which tiling is fastest depends on the sizes:
-`Tiling` is a parameter, `default_tiling` a good start.
+with a residual on the way out. One row is a matrix-vector product in registers, by as many programs as run at once:
+each keeps x and goes through its lines of W, with the next ones on their way. More rows go through the matrix units,
+with W on the side that has many lines. A small W is cut along its columns as well, so that every multiprocessor has a
+part; the parts are added in a fixed order by the program that comes last. Which tiling is fastest depends on the sizes:
+it is a parameter, `default_tiling` a good start.
 """
 
 from __future__ import annotations
@@ -28,13 +29,22 @@ from asyncllm.kernels.language import (
 
 MOST_ROWS = 256
 
+SPLIT_TILES = 1024
+"""Tiles of lines that a product may have whose columns are cut: a counter each."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTiling:
+    """One row: a multiprocessor runs `programs`, each of which takes `lines` of W at a time."""
+
+    lines: int
+    warps: int
+    programs: int
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a program runs: `lines` of W, `width` of their columns at a time; the columns are cut into `splits` parts.
-
-    A single row takes no notice of `stages` and `splits`.
-    """
+    """Rows: a program takes `lines` of W, `width` of their columns at a time; these are cut into `splits` parts."""
 
     lines: int
     width: int
@@ -51,21 +61,23 @@ class RowNorm:
     epsilon: float
 
 
-def default_tiling(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> Tiling:
-    """What suits an H200, for W [outputs, inputs] in 16 bits; `gated`: W is twice as high."""
-    if rows == 1:
-        width = max(next_power_of_2(ceil_div(inputs, 8)), min(2048, next_power_of_2(inputs)))
-        return Tiling(lines=1 if gated else 2, width=width, warps=8 if width >= 2048 else 4)
+def default_vector_tiling(inputs: int, *, gated: bool = False) -> VectorTiling:
+    """What suits an H200, for lines of W of so many columns; `gated`: they come in pairs."""
+    size = next_power_of_2(inputs)
+    warps = min(max(size // 512, 1), 16)
+    lines = max(1, 32 * 64 * warps // size // (2 if gated else 1))  # 64 numbers a thread, in registers
+    return VectorTiling(lines, warps, programs=max(1, 16 // warps))
+
+
+def default_tiling(rows: int, outputs: int, inputs: int, *, wide: bool = False) -> Tiling:
+    """What suits an H200, for W [outputs, inputs]; `wide`: its numbers have 32 bits."""
     width = min(128, max(16, next_power_of_2(inputs)))
     tiling = Tiling(64, width, 4, 4) if rows <= 64 else Tiling(128, min(64, width), 8, 4)
     programs = ceil_div(outputs, tiling.lines)
     splits = max(1, min(264 // programs, inputs // (4 * tiling.width), 8))
+    if wide:
+        tiling = replace(tiling, width=min(32, width), stages=2)
     return replace(tiling, splits=splits)
-
-
-def split_tiles(outputs: int) -> int:
-    """Counters that a product with so many outputs may need."""
-    return ceil_div(outputs, 16)
 
 
 @jit
@@ -78,8 +90,10 @@ def _vector_kernel(
     epsilon: tl.float32,
     outputs: tl.int32,
     INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
     LINES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
@@ -87,57 +101,91 @@ def _vector_kernel(
     GELU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    element = output.dtype.element_ty
+    if PAIRS:
+        # Numbers of 16 bits are loaded in pairs and taken apart when they are used. Loaded one by one, the compiler
+        # would take them apart, and so wait for them, before it asks for the next.
+        x = x.to(tl.pointer_type(tl.int32))
+        weight = weight.to(tl.pointer_type(tl.int32))
+        norm = norm.to(tl.pointer_type(tl.int32))
+    columns = tl.arange(0, SIZE)
+    inside = columns < WORDS
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    known = (lines < outputs)[:, None]
-    columns = tl.arange(0, WIDTH)
-    source = weight + lines.to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    # where the gate's lines have their counterparts
-    below = weight + (outputs + lines).to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    # asked for while the kernel before still runs, so that memory never rests
-    inside = columns < INPUTS
-    of_weight = tl.load(source, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
+    # The first lines are asked for while the kernel before still runs, so that memory never rests.
+    of_weight = _load_lines(weight, lines, outputs, inside, columns, WORDS)
+    of_below = of_weight
     if GATED:
-        of_below = tl.load(below, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
+        of_below = _load_lines(weight + outputs.to(tl.int64) * WORDS, lines, outputs, inside, columns, WORDS)
     if NORM:
-        of_norm = tl.load(norm + columns, mask=inside, other=0.0)
+        of_norm = tl.load(norm + columns, mask=inside, other=0)
     await_previous(OVERLAP)
     launch_next(OVERLAP)
 
-    total = tl.zeros([LINES, WIDTH], tl.float32)
-    total_below = tl.zeros([LINES, WIDTH], tl.float32)
-    squares = tl.zeros([WIDTH], tl.float32)
-    for start in tl.static_range(0, INPUTS, WIDTH):
-        inside = columns < INPUTS - start
-        if start > 0:
-            mask = known & inside[None, :]
-            of_weight = tl.load(source + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                of_below = tl.load(below + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            if NORM:
-                of_norm = tl.load(norm + start + columns, mask=inside, other=0.0)
-        of_x = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            squares += of_x * of_x
-            of_x *= of_norm.to(tl.float32)
-        total += of_x[None, :] * of_weight.to(tl.float32)
-        if GATED:
-            total_below += of_x[None, :] * of_below.to(tl.float32)
-    result = tl.sum(total, axis=1)
-    result_below = tl.sum(total_below, axis=1)
+    of_x = tl.load(x + columns, mask=inside, other=0)
+    x_low, x_high = _low(of_x, element, PAIRS), _high(of_x, element, PAIRS)
     if NORM:
-        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / INPUTS + epsilon)  # the same for every column
-        result *= scale
-        result_below *= scale
-    written = lines < outputs
-    if BIAS:
-        result += tl.load(bias + lines, mask=written, other=0.0).to(tl.float32)
+        squares = tl.sum(x_low * x_low + x_high * x_high, axis=0)
+        scale = 1.0 / tl.sqrt_rn(squares / INPUTS + epsilon)
+        x_low *= scale * _low(of_norm, element, PAIRS)
+        x_high *= scale * _high(of_norm, element, PAIRS)
+    step = tl.num_programs(0) * LINES
+    for _ in range(tl.program_id(0) * LINES, outputs, step):
+        # the next lines are asked for before these are used
+        next_weight = _load_lines(weight, lines + step, outputs, inside, columns, WORDS)
+        next_below = next_weight
         if GATED:
-            result_below += tl.load(bias + outputs + lines, mask=written, other=0.0).to(tl.float32)
-    if GATED:
-        result = gate_up_product(result, result_below, GELU)
-    if ADD:
-        result += tl.load(output + lines, mask=written, other=0.0).to(tl.float32)
-    tl.store(output + lines, result.to(output.dtype.element_ty), mask=written)
+            next_below = _load_lines(
+                weight + outputs.to(tl.int64) * WORDS, lines + step, outputs, inside, columns, WORDS
+            )
+        written = lines < outputs
+        if ADD:
+            before = tl.load(output + lines, mask=written, other=0.0).to(tl.float32)
+        total = _low(of_weight, element, PAIRS) * x_low[None, :] + _high(of_weight, element, PAIRS) * x_high[None, :]
+        if GATED:
+            below = _low(of_below, element, PAIRS) * x_low[None, :] + _high(of_below, element, PAIRS) * x_high[None, :]
+            # side by side, so that the program's warps exchange both at once
+            result, result_below = tl.split(tl.sum(tl.join(total, below), axis=1))
+        else:
+            result = tl.sum(total, axis=1)
+        if BIAS:
+            result += tl.load(bias + lines, mask=written, other=0.0).to(tl.float32)
+            if GATED:
+                result_below += tl.load(bias + outputs + lines, mask=written, other=0.0).to(tl.float32)
+        if GATED:
+            result = gate_up_product(result, result_below, GELU)
+        if ADD:
+            result += before
+        tl.store(output + lines, result.to(element), mask=written)
+        of_weight, of_below, lines = next_weight, next_below, lines + step
+
+
+@jit
+def _load_lines(
+    weight: tl.tensor,
+    lines: tl.tensor,
+    outputs: tl.tensor,
+    inside: tl.tensor,
+    columns: tl.tensor,
+    WORDS: tl.constexpr,
+) -> tl.tensor:
+    source = weight + lines.to(tl.int64)[:, None] * WORDS + columns[None, :]
+    return tl.load(source, mask=(lines < outputs)[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
+
+
+@jit
+def _low(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """The first numbers of the pairs, or all numbers."""
+    if PAIRS:
+        return words.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+    return words.to(tl.float32)
+
+
+@jit
+def _high(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """The second numbers of the pairs, or zeros."""
+    if PAIRS:
+        return (words >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+    return tl.zeros_like(words).to(tl.float32)
 
 
 @jit
@@ -266,48 +314,68 @@ def skinny_linear(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
-    tiling: Tiling | None = None,
+    tiling: Tiling | VectorTiling | None = None,
 ) -> torch.Tensor:
     """x [n, inputs], last dimension dense, times dense weight [outputs, inputs] transposed, plus bias [outputs].
 
     n is at most `MOST_ROWS`. Sums are float32, and so is what lies between the product and what is done with it: `norm`
     (of a single row only) is taken of x before; with `activation`, which is f, weight is [2 · outputs, inputs] with the
     gate first, and the result f(gate) · up; to `residual` [n, outputs], dense, the result is added in place.
-    `arrivals` [`split_tiles(outputs)`] int32 are zeros, and are left so; without them they are made. Returns
-    [n, outputs], of x's type: `residual` or a new tensor.
+    `arrivals` [`SPLIT_TILES`] int32 are zeros, and are left so; without them they are made. Returns [n, outputs], of
+    x's type: `residual` or a new tensor.
     """
-    rows, inputs = x.shape
+    rows = len(x)
     outputs = weight.shape[0] // (1 if activation is None else 2)
     if rows > MOST_ROWS:
         raise ValueError(f"skinny_linear takes at most {MOST_ROWS} rows, got {rows}")
     if norm is not None and rows > 1:
         raise ValueError(f"skinny_linear takes the norm of a single row, got {rows}")
     output = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
-    if tiling is None:
-        tiling = default_tiling(rows, outputs, inputs, gated=activation is not None)
     if rows == 1:
-        _vector_kernel[(ceil_div(outputs, tiling.lines),)](
-            output,
-            x,
-            weight,
-            weight if bias is None else bias,
-            weight if norm is None else norm.weight,
-            0.0 if norm is None else norm.epsilon,
-            outputs,
-            INPUTS=inputs,
-            LINES=tiling.lines,
-            WIDTH=tiling.width,
-            BIAS=bias is not None,
-            NORM=norm is not None,
-            ADD=residual is not None,
-            GATED=activation is not None,
-            GELU=activation is Activation.GELU_TANH,
-            num_warps=tiling.warps,
-            **overlap_options(x.device),
-        )
+        _multiply_vector(output, x, weight, bias, norm, activation, residual is not None, tiling)
     elif rows:
         _multiply_tiles(output, x, weight, bias, activation, residual is not None, arrivals, tiling)
     return output
+
+
+def _multiply_vector(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RowNorm | None,
+    activation: Activation | None,
+    add: bool,
+    tiling: Tiling | VectorTiling | None,
+) -> None:
+    inputs, outputs = x.shape[1], output.shape[1]
+    if not isinstance(tiling, VectorTiling):
+        tiling = default_vector_tiling(inputs, gated=activation is not None)
+    operands = (x, weight) if norm is None else (x, weight, norm.weight)
+    pairs = inputs % 2 == 0 and all(each.element_size() == 2 and each.data_ptr() % 4 == 0 for each in operands)
+    programs = min(ceil_div(outputs, tiling.lines), tiling.programs * _multiprocessors(x.device))
+    _vector_kernel[(programs,)](
+        output,
+        x,
+        weight,
+        weight if bias is None else bias,
+        weight if norm is None else norm.weight,
+        0.0 if norm is None else norm.epsilon,
+        outputs,
+        INPUTS=inputs,
+        WORDS=inputs // 2 if pairs else inputs,
+        LINES=tiling.lines,
+        SIZE=next_power_of_2(inputs // 2 if pairs else inputs),
+        PAIRS=pairs,
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        ADD=add,
+        GATED=activation is not None,
+        GELU=activation is Activation.GELU_TANH,
+        num_warps=tiling.warps,
+        num_stages=1,
+        **overlap_options(x.device),
+    )
 
 
 def _multiply_tiles(
@@ -318,19 +386,23 @@ def _multiply_tiles(
     activation: Activation | None,
     add: bool,
     arrivals: torch.Tensor | None,
-    tiling: Tiling,
+    tiling: Tiling | VectorTiling | None,
 ) -> None:
     rows, inputs = x.shape
     outputs = output.shape[1]
+    if not isinstance(tiling, Tiling):
+        tiling = default_tiling(rows, outputs, inputs, wide=x.element_size() > 2)
     padded = max(16, next_power_of_2(rows))
     tiles = ceil_div(outputs, tiling.lines)
     halves = 1 if activation is None else 2
     partial = output
     if tiling.splits > 1:
+        if tiles > SPLIT_TILES:
+            raise ValueError(f"{tiles} tiles of lines are too many to cut each along its columns")
         size = tiles * tiling.splits * halves * tiling.lines * padded
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         if arrivals is None:
-            arrivals = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+            arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=x.device)
     # tensor copies want lines of whole 16 bytes
     descriptors = _copies_tensors(x.device) and all(
         each * x.element_size() % 16 == 0 for each in (inputs, x.stride(0), x.storage_offset())
@@ -363,6 +435,11 @@ def _multiply_tiles(
         num_stages=tiling.stages,
         **overlap_options(x.device),
     )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, default_tiling
+from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, VectorTiling, default_vector_tiling
+
+AnyTiling = Tiling | VectorTiling
 
 _FOLDER = Path(__file__).parent / "product_tables"
-_FEW = 64
-"""Rows up to which, for want of a measurement, ours is taken to be the faster one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -44,19 +43,19 @@ class Product:
 class ProductTable:
     """Choices by product's name; each holds up to a number of rows, in rising order. No tiling: the library's."""
 
-    choices: Mapping[str, Mapping[int, Tiling | None]]
+    choices: Mapping[str, Mapping[int, AnyTiling | None]]
 
-    def tiling(self, product: Product, rows: int) -> Tiling | None:
-        """How to multiply so many rows; None: by the library."""
+    def tiling(self, product: Product, rows: int) -> AnyTiling | None:
+        """How to multiply so many rows; None: by the library. Where nothing was measured, ours is for one row."""
         if rows > MOST_ROWS:
             return None
         for most, tiling in self.choices.get(product.name, {}).items():
             # one row has a kernel of its own
             if rows <= most and (rows == 1) == (most == 1):
                 return tiling
-        return default_tiling(rows, product.outputs, product.inputs, gated=product.gated) if rows <= _FEW else None
+        return default_vector_tiling(product.inputs, gated=product.gated) if rows == 1 else None
 
-    def with_choice(self, product: Product, rows: int, tiling: Tiling | None) -> ProductTable:
+    def with_choice(self, product: Product, rows: int, tiling: AnyTiling | None) -> ProductTable:
         """The same, with another choice."""
         choices = {**self.choices.get(product.name, {}), rows: tiling}
         return ProductTable({**self.choices, product.name: dict(sorted(choices.items()))})
@@ -76,10 +75,16 @@ def read_table(device_name: str) -> ProductTable:
     products = json.loads(path.read_text(encoding="utf-8"))["products"]
     return ProductTable(
         {
-            name: {int(rows): None if tiling is None else Tiling(*tiling) for rows, tiling in choices.items()}
+            name: {int(rows): _tiling(int(rows), numbers) for rows, numbers in choices.items()}
             for name, choices in products.items()
         }
     )
+
+
+def _tiling(rows: int, numbers: list[int] | None) -> AnyTiling | None:
+    if numbers is None:
+        return None
+    return VectorTiling(*numbers) if rows == 1 else Tiling(*numbers)
 
 
 def write_table(path: Path, table: ProductTable, command: str) -> None:
@@ -93,6 +98,8 @@ def write_table(path: Path, table: ProductTable, command: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def device_table(device: torch.device) -> ProductTable:
-    """The table of a device; an empty one but for a GPU."""
-    return read_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else ProductTable({})
+def device_table(device: torch.device, dtype: torch.dtype) -> ProductTable:
+    """The table of a device for weights of this type; an empty one where there is none."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return ProductTable({})
+    return read_table(torch.cuda.get_device_name(device))

@@ -126,7 +126,7 @@ def test_values_are_written_finite(device: torch.device) -> None:
     [
         ("position // BLOCK_SIZE", "(position + 1) // BLOCK_SIZE"),
         ("position % BLOCK_SIZE\n", "(position + 1) % BLOCK_SIZE\n"),
-        ("row * table_width", "row // 2 * table_width"),
+        ("row.to(tl.int64) * table_width", "row.to(tl.int64) // 2 * table_width"),
         ("heads - (Q_HEADS + KV_HEADS)", "Q_HEADS + 2 * KV_HEADS - 1 - heads"),
         ("tl.where(is_value, plane_stride, 0)", "0"),
         ("turn + half", "turn + half - 1"),

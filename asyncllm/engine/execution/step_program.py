@@ -100,13 +100,18 @@ class StepProgram:
             token_ids=arrays.token_ids[some],
             positions=positions,
             lengths=lengths,
-            sampled=arrays.sampled[: self.sampled(kind)],
+            sampled=self._sampled(kind),
             attention=tuple(
                 PagedBatch(positions, rows, arrays.num_tokens, table, self._plans[group.window], kind.chunks)
                 for group, table in groups
             ),
             cache=self._cache,
         )
+
+    def _sampled(self, kind: StepKind) -> Tensor | None:
+        count = self.sampled(kind)
+        # without chunks every token is a decoding row's, or fills the step up
+        return self._arrays.sampled[:count] if kind.chunks or count < kind.tokens else None
 
 
 def _attention_plans(
