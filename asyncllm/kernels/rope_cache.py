@@ -161,6 +161,7 @@ def rope_cache(
     angles: torch.Tensor | None = None,
     norm: HeadNorm | None = None,
     query: torch.Tensor | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to their slots; returns the queries [tokens, Hq, D].
 
@@ -175,6 +176,8 @@ def rope_cache(
     keys that a row may not see by 0, so one request's overflow would reach the next owner of its block. In 8 bits, keys
     too are written so.
 
+    `uniform=True`: a token gives the same bits whatever the number of tokens.
+
     On a GPU where kernels overlap, all but qkv was written by a launch that is not the last one before.
     """
     _, _, kv_heads, block_size, dim = cache.shape
@@ -185,7 +188,7 @@ def rope_cache(
     if query is None:
         query = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     # one program takes a few heads while tokens are few, so that a decode step fills the GPU
-    per_program = min(next_power_of_2(heads), 4 if tokens <= 256 else 16)
+    per_program = min(next_power_of_2(heads), 4 if uniform or tokens <= 256 else 16)
     if tokens:
         _rope_cache_kernel[(tokens, ceil_div(heads, per_program))](
             query,

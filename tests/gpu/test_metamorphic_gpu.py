@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine
-from tests.gpu.prefixes import share_short_prefixes
+from tests.engine.execution.short_prefixes import share_short_prefixes
 from tests.test_metamorphic import (
     BASE,
     baseline,

@@ -13,7 +13,7 @@ from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.execution import step_program
 from asyncllm.kernels.attention_plan import AttentionPlan
 from asyncllm.testing.tiny_models import write_tiny_model
-from tests.gpu.prefixes import share_short_prefixes
+from tests.engine.execution.short_prefixes import share_short_prefixes
 
 SETTINGS = {"dtype": "float32", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 16, "block_size": 16}
 PROMPT = list(range(3, 120))

@@ -170,19 +170,22 @@ def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device:
 
 
 SHARING = Case(
+    q_heads=2,
+    kv_heads=1,
     dim=16,
     sequences=((70, 1), (40, 10), (62, 1), (50, 1), (90, 1), (60, 1), (33, 1), (145, 1), (81, 1), (58, 1)),
     prefixes=(Prefix((0, 2, 4, 1, 8, 9), 2), Prefix((0, 2, 4, 8), 4), Prefix((3, 5), 2)),
-    tilings=tilings(16, rows=16, share=5, least_blocks=1),
+    tilings=tilings(16, rows=16, share=3, least_blocks=1),
     least_shared=32,
 )
 # more sequences than a shared tile has room for; three query heads a KV head; a prefix of several parts
 CROWDED = Case(
-    q_heads=6,
+    q_heads=3,
+    kv_heads=1,
     dim=16,
     sequences=tuple((100 + 7 * i, 1) for i in range(14)),
     prefixes=(Prefix(tuple(range(1, 14)), 5),),
-    tilings=tilings(16, rows=16, share=24, least_blocks=1),
+    tilings=tilings(16, rows=16, share=7, least_blocks=1),
     least_shared=16,
     sinks=True,
 )

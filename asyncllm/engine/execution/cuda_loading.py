@@ -38,7 +38,7 @@ EDITS = 4096
 _LEAST_FP8_CAPABILITY = (8, 9)
 _FIRST_LENGTH = 32
 """Positions that the first run needs of a row."""
-_SPLIT_ATTENTION = 1 << 26
+_SPLIT_ATTENTION = 1 << 27
 """Bytes that hold what long sequences' attention leaves between its parts, and more."""
 
 
@@ -106,7 +106,8 @@ def _build(
     # no shorter than what the first run needs
     length = max(sizes.max_model_len, _FIRST_LENGTH)
     with space.entered():
-        model = make_model(model_config, sizes.layout.layers, length, Placement(dtype, device, kernels=True))
+        placement = Placement(dtype, device, kernels=True, deterministic=config.deterministic)
+        model = make_model(model_config, sizes.layout.layers, length, placement)
         if source.load_format == "dummy":
             fill_weights(model)
         else:
@@ -115,7 +116,7 @@ def _build(
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_blocks = -(-length // sizes.layout.block_size)
         rows = DeviceRows(config.max_num_seqs, len(sizes.layout.groups), row_blocks, device)
-        program = StepProgram(model, sizes.layout, cache, rows, ring)
+        program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
         executor = CudaExecutor(space, program, rows, ring, cache)
     turn = _run_first(executor, first_plans(config.max_num_seqs, sizes.max_batched_tokens, length))
     memory = {"weights": model.weight_bytes(), "cache": cache.nbytes}
