@@ -218,7 +218,8 @@ def main() -> int:
         for name, shape in shapes.items():
             tried = [variant for other, variant, its in jobs if other is shape and its == dtype]
             for load in LOADS if shape is LLAMA else LOADS[1:4]:
-                wrong |= not measure(f"{name}, {dtype}, {load.name}", Bench.make(shape, load, getattr(torch, dtype)), tried)
+                bench = Bench.make(shape, load, getattr(torch, dtype))
+                wrong |= not measure(f"{name}, {dtype}, {load.name}", bench, tried)
     return int(wrong)
 
 
