@@ -11,6 +11,7 @@ import pytest
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.errors import ChatTemplateError
 from asyncllm.inputs.chat_template import ChatTemplate
+from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.outputs.reasoning import guess_reasoning_format, opens_in_prompt
 from asyncllm.outputs.tool_calls import guess_tool_format, join_deltas, make_tool_parser
 from asyncllm.testing.shadow_engine import ShadowModel
@@ -145,8 +146,12 @@ def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer(
     assert knowing.render(chat) == "developer user "
 
 
-async def test_tools_reach_the_template_of_a_stream() -> None:
-    tokenizer = smollm2()
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return smollm2()  # not on the event loop: it takes long
+
+
+async def test_tools_reach_the_template_of_a_stream(tokenizer: Tokenizer) -> None:
     model = ShadowModel(vocab_size=49152, tokenizer=tokenizer, chat_template=TEMPLATES["QWEN"].strip())
     async with AsyncEngine(model, max_model_len=2048, num_blocks=256) as engine:
         done = await engine.generate(CHAT, SamplingParams(max_tokens=1), tools=[TOOL])
