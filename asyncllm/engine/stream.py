@@ -45,6 +45,11 @@ class TokenStream:
         """The name that `AsyncEngine.abort()` knows the request by."""
         return self._mailbox.request_id
 
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The ids of the prompt; empty until the stream has started."""
+        return tuple(self._mailbox.prompt.tolist())
+
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
         self._submit()
