@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from asyncllm.engine.async_engine import TokenStream as TokenStream
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
     from asyncllm.offline import LLM as LLM
+    from asyncllm.params import RepetitionDetection as RepetitionDetection
     from asyncllm.params import SamplingParams as SamplingParams
     from asyncllm.results import Choice as Choice
     from asyncllm.results import Completion as Completion
     from asyncllm.results import FinishReason as FinishReason
+    from asyncllm.results import PositionLogprobs as PositionLogprobs
     from asyncllm.results import TokenDelta as TokenDelta
+    from asyncllm.results import TokenLogprob as TokenLogprob
     from asyncllm.results import Usage as Usage
 
 _HOMES = {
@@ -30,8 +33,11 @@ _HOMES = {
     "EngineConfig": "asyncllm.config",
     "FinishReason": "asyncllm.results",
     "LLM": "asyncllm.offline",
+    "PositionLogprobs": "asyncllm.results",
+    "RepetitionDetection": "asyncllm.params",
     "SamplingParams": "asyncllm.params",
     "TokenDelta": "asyncllm.results",
+    "TokenLogprob": "asyncllm.results",
     "TokenStream": "asyncllm.engine.async_engine",
     "Usage": "asyncllm.results",
 }
@@ -43,8 +49,11 @@ __all__ = [
     "Completion",
     "EngineConfig",
     "FinishReason",
+    "PositionLogprobs",
+    "RepetitionDetection",
     "SamplingParams",
     "TokenDelta",
+    "TokenLogprob",
     "TokenStream",
     "Usage",
 ]

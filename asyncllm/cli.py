@@ -19,7 +19,7 @@ import textwrap
 import time
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -265,33 +265,56 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fields(group: argparse._ArgumentGroup, settings: type[Settings]) -> None:
-    """One flag for each field. An absent flag leaves no attribute, so the field's own default holds."""
+    """One flag for each field that a text can be. An absent flag leaves no attribute, so the field's own default
+    holds."""
     hints, helps = typing.get_type_hints(settings), _field_docstrings(settings)
     for field in fields(settings):
+        options = _flag_options(hints[field.name])
+        if options is None:
+            continue
         text = helps.get(field.name, "")
         if field.default is not MISSING and field.default not in (None, ()):
             text = f"{text} (default: {field.default})"
         group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-            **_flag_options(hints[field.name]),
+            "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **options
         )
 
 
-def _flag_options(hint: Any) -> dict[str, Any]:
-    """What argparse needs to know of a field's type: `int | None`, a Literal, a bool, `str | Sequence[str]`, …"""
+def _flag_options(hint: Any) -> dict[str, Any] | None:
+    """What argparse needs to know of a field's type: `int | None`, a Literal, a bool, `str | Sequence[str]`, …
+
+    None for what has no form as a text: functions, and settings that are objects.
+    """
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in (typing.get_args(hint) if is_union else (hint,)) if kind is not types.NoneType]
     for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            return {"choices": typing.get_args(kind)}
-        if typing.get_origin(kind) is not None:  # Sequence[item]
-            item = typing.get_args(kind)[0]
-            return {"action": "append", "type": item, "metavar": _METAVARS[item]}
+        origin, items = typing.get_origin(kind), typing.get_args(kind)
+        if origin is Literal:
+            return (
+                {"choices": items}
+                if kinds == [kind]
+                else {"type": _number_or(items), "metavar": "N|" + "|".join(items)}
+            )
+        if origin is Mapping:
+            return {"action": "append", "type": _pair, "metavar": "ID=X"}
+        if origin is Sequence and items[0] in _METAVARS:
+            return {"action": "append", "type": items[0], "metavar": _METAVARS[items[0]]}
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
-    return {"type": kinds[0], "metavar": _METAVARS[kinds[0]]}
+    return {"type": kinds[0], "metavar": _METAVARS[kinds[0]]} if kinds[0] in _METAVARS else None
+
+
+def _number_or(words: Sequence[str]) -> Callable[[str], int | str]:
+    def number(text: str) -> int | str:
+        return text if text in words else int(text)
+
+    return number
+
+
+def _pair(text: str) -> tuple[int, float]:
+    """An id and its number, of "id=number"."""
+    token_id, _, number = text.partition("=")
+    return int(token_id), float(number)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from asyncllm.errors import InvalidParamsError
+from asyncllm.param_checks import (
+    MAX_COUNT,
+    check_flag,
+    check_given,
+    check_integer,
+    check_number,
+    checked_biases,
+    checked_ids,
+    checked_strings,
+)
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096
 MAX_TEMPERATURE = 3.4e38
 """The largest that float32 holds, as devices do."""
-MAX_COUNT = 2**31 - 1
-"""The largest that int32 holds, as devices do."""
+MAX_CHOICES = 1024
+MAX_LOGPROBS = 20
+"""Alternatives of one position, unless all are asked for."""
+MAX_LOGPROB_IDS = 256
+MAX_BIAS = 100.0
+
+ALL_LOGPROBS: Literal["all"] = "all"
+"""For `logprobs` and `prompt_logprobs`: the whole vocabulary."""
+
+LogitsProcessor = Callable[..., Any]
+"""`processor(token_ids, logits)`, plain or async: ids of prompt and output, and the row's own logits [vocabulary]
+(float32, NumPy) after bans, bias and penalties; it changes them in place, or returns others of that shape."""
+OnToken = Callable[..., Any]
+"""`on_token(token_id)`, plain or async: called for each token, in order, before the next one is sampled."""
+
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """Ends a request whose output ends with the same `min_pattern_size` to `max_pattern_size` tokens, repeated
+    `min_count` times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            check_given(f"repetition_detection.{name}", getattr(self, name))
+        check_integer("repetition_detection.max_pattern_size", self.max_pattern_size, 1, 4096)
+        check_integer("repetition_detection.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        check_integer("repetition_detection.min_count", self.min_count, 2, MAX_COUNT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +66,14 @@ class SamplingParams:
     """How a request is sampled and when it ends. Frozen; impossible values raise `InvalidParamsError`.
 
     A field left at None takes the model's own default (its generation_config, unless the engine was made with
-    `model_defaults=False`), else the value named here. Order of operations: min_tokens' bans, temperature,
-    top_k, top_p, min_p, draw.
+    `model_defaults=False`), else the value named here. Order of operations: bans (allowed_token_ids,
+    structured_output, bad_words, min_tokens), logit_bias, penalties (repetition, frequency, presence, dry),
+    logits_processors; greedy takes the largest here; temperature, top_n_sigma, top_k, typical_p, top_p, min_p, xtc,
+    draw.
     """
 
+    n: int = 1
+    """Choices: so many answers, each with draws of its own."""
     temperature: float | None = None
     """Divides the logits; 0 is greedy. Else 1.0."""
     top_k: int | None = None
@@ -32,6 +82,37 @@ class SamplingParams:
     """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p, in (0, 1]. Else 1.0."""
     min_p: float | None = None
     """Keep tokens at least min_p times as likely as the most likely one, in [0, 1]. Else 0.0."""
+    typical_p: float | None = None
+    """Keep the smallest set of tokens whose surprise is nearest to the expected one and whose probabilities sum to at
+    least typical_p, in (0, 1]. Else 1.0."""
+    top_n_sigma: float = 0.0
+    """Keep tokens within so many standard deviations (of the row's logits) of the largest logit; 0 keeps all."""
+    xtc_probability: float = 0.0
+    """With this probability, drop all tokens of at least xtc_threshold but the least likely of them."""
+    xtc_threshold: float = 0.1
+    """The probability that counts for xtc_probability; over 0.5 it has no effect."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output holds, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that the output holds it, in [-2, 2]."""
+    repetition_penalty: float | None = None
+    """Divides positive logits, and multiplies negative ones, of tokens that prompt or output hold. Else 1.0."""
+    dry_multiplier: float = 0.0
+    """Penalty of a token that would repeat what came before (DRY); 0 turns it off."""
+    dry_base: float = 1.75
+    """The penalty is dry_multiplier * dry_base ** (length of the repeated sequence - dry_allowed_length)."""
+    dry_allowed_length: int = 2
+    """Repeating a sequence shorter than this costs nothing."""
+    dry_penalty_last_n: int | None = None
+    """How far DRY looks back, in tokens; None for the whole context."""
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    """Texts over which DRY follows no sequence."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default_factory=dict)
+    """Added to the logits of these ids, in [-100, 100]; kept as a sorted tuple of pairs."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these ids may be sampled."""
+    bad_words: Sequence[str] = ()
+    """Texts that the output never holds: the last token of each is banned where the others have just come."""
     seed: int | None = None
     """The draws are a function of (seed, choice, position); None draws a seed at submission."""
     max_tokens: int | None = None
@@ -47,65 +128,127 @@ class SamplingParams:
     """Keep the stop string, or the text of the stop id, in the text."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids (not past `stop_token_ids`)."""
+    logprobs: int | Literal["all"] | None = None
+    """Give each token's log-probability, and those of so many most likely tokens: 0 to 20, or "all". None: none."""
+    prompt_logprobs: int | Literal["all"] | None = None
+    """The same for the tokens of the prompt, but for its first."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Give the log-probabilities of these ids too, at each token; implies logprobs."""
     skip_special_tokens: bool = True
     """Leave the tokenizer's special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Where special tokens are shown: with the spaces that the tokenizer puts between them."""
+    detokenize: bool = True
+    """Make text of the tokens; without it there are ids alone."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many last tokens of the prompt."""
+    thinking_token_budget: int | None = None
+    """End the model's reasoning after so many tokens of it."""
+    repetition_detection: RepetitionDetection | None = None
+    """End a request that repeats itself."""
+    structured_output: object | None = None
+    """What form the output must have: a StructuredOutput."""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    """Called in their order before each token is sampled; plain or async. One that raises ends its request."""
+    on_token: OnToken | None = None
+    """Called with each token; plain or async."""
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_integer("top_k", self.top_k, 0, MAX_COUNT)
-        _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_integer("max_tokens", self.max_tokens, 0, None)
-        if self.min_tokens is None:
-            raise InvalidParamsError("min_tokens must be a whole number, got None")
-        _check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        self._check_filters()
+        self._check_penalties()
+        self._check_lengths()
+        self._check_logprobs()
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        hooks = self.logits_processors
+        if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
+            raise InvalidParamsError(f"logits_processors must be a list of functions, got {hooks!r:.80}")
+        if self.on_token is not None and not callable(self.on_token):
+            raise InvalidParamsError(f"on_token must be a function, got {self.on_token!r:.80}")
+        if not isinstance(self.repetition_detection, RepetitionDetection | None):
+            raise InvalidParamsError(
+                f"repetition_detection must be a RepetitionDetection, got {self.repetition_detection!r:.80}"
+            )
+        self._settle()
+        if self.stop and not self.detokenize:
+            raise InvalidParamsError("stop strings are looked for in the text, which detokenize=False leaves out")
+        self._check_bans()
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` by id."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    def _check_filters(self) -> None:
+        for name in ("top_n_sigma", "xtc_probability", "xtc_threshold"):
+            check_given(name, getattr(self, name))
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        check_integer("top_k", self.top_k, 0, MAX_COUNT)
+        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        check_number("top_n_sigma", self.top_n_sigma, 0.0, MAX_TEMPERATURE)
+        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_given(name, getattr(self, name))
+            check_number(name, getattr(self, name), -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        for name in ("dry_multiplier", "dry_base", "dry_allowed_length"):
+            check_given(name, getattr(self, name))
+        check_number("dry_multiplier", self.dry_multiplier, 0.0, 1000.0)
+        check_number("dry_base", self.dry_base, 1.0, 1000.0)
+        check_integer("dry_allowed_length", self.dry_allowed_length, 1, MAX_COUNT)
+        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, 0, MAX_COUNT)
+
+    def _check_lengths(self) -> None:
+        for name in ("n", "min_tokens"):
+            check_given(name, getattr(self, name))
+        check_integer("n", self.n, 1, MAX_CHOICES)
+        check_integer("max_tokens", self.max_tokens, 0, None)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParamsError(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParamsError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
+        check_integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
 
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                if value != ALL_LOGPROBS:
+                    raise InvalidParamsError(f'{name} must be a whole number or "all", got {value!r:.80}')
+            else:
+                check_integer(name, value, 0, MAX_LOGPROBS)
 
-def _check_number(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParamsError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high or (above and value == low):  # the first is false for what is not a number
-        raise InvalidParamsError(f"{name} must be in {'(' if above else '['}{low:g}, {high:g}], got {value!r:.80}")
+    def _settle(self) -> None:
+        """Make tuples of lists."""
 
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
 
-def _check_integer(name: str, value: int | None, low: int, high: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParamsError(f"{name} must be a whole number, got {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidParamsError(f"{name} must be {bound}, got {value!r}")
+        put("stop", checked_strings("stop", self.stop, 64, 4096))
+        put("bad_words", checked_strings("bad_words", self.bad_words, 1024, 65536))
+        put("dry_sequence_breakers", checked_strings("dry_sequence_breakers", self.dry_sequence_breakers, 64, 4096))
+        put("stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
+        put("logit_bias", checked_biases("logit_bias", self.logit_bias, MAX_BIAS))
+        put("logits_processors", tuple(self.logits_processors))
+        for name, most in (("allowed_token_ids", None), ("logprob_token_ids", MAX_LOGPROB_IDS)):
+            ids = getattr(self, name)
+            if ids is not None:
+                put(name, checked_ids(name, ids, most))
 
-
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
-        raise InvalidParamsError(f"stop must be a string or a list of strings, got {stop!r}")
-    if any(not s for s in strings):
-        raise InvalidParamsError("stop holds an empty string, which would end every request at once")
-    if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARACTERS:
-        raise InvalidParamsError(
-            f"stop may hold at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters in all"
-        )
-    return tuple(strings)
-
-
-def _stop_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
-        raise InvalidParamsError(f"stop_token_ids must be a list of token ids, got {ids!r}")
-    for token_id in ids:
-        _check_integer("each of stop_token_ids", token_id, 0, 2**31 - 1)
-        if token_id is None:
-            raise InvalidParamsError("stop_token_ids holds None")
-    return tuple(ids)
+    def _check_bans(self) -> None:
+        """What can be seen to leave nothing legal without knowing the vocabulary."""
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not allowed:
+            raise InvalidParamsError("allowed_token_ids is empty: nothing may be sampled")
+        if self.min_tokens and set(allowed) <= set(self.stop_token_ids):
+            raise InvalidParamsError(
+                "allowed_token_ids holds nothing but stop_token_ids: nothing is left for min_tokens"
+            )

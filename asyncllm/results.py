@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from asyncllm.metrics import RequestMetrics
 
@@ -31,6 +33,28 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was at its position."""
+
+    token_id: int
+    logprob: float  # natural logarithm of its probability; -inf for a token that may not be there
+    rank: int  # among all tokens there; 1 is the most likely, and equally likely ones share a rank
+    bytes: bytes  # what the token adds to the output; maybe not a whole character
+    text: str
+    """The bytes as text; where they are no UTF-8 by themselves, "bytes:" and each byte as \\x..."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """How likely the token of one position was, and what else might have been there."""
+
+    chosen: TokenLogprob
+    top: Sequence[TokenLogprob]
+    """The most likely tokens, the first first, then those of `logprob_token_ids`. A tuple, except where the whole
+    vocabulary was asked for: then a sequence that makes its items when they are looked at."""
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """What is new for one choice since its delta before. Not frozen, because one is made per token and a frozen
@@ -46,6 +70,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None  # set on the choice's last delta
     stop_reason: str | int | None = None  # the stop string, or the stop id, that ended the choice
     usage: Usage | None = None  # on the request's last delta
+    logprobs: tuple[PositionLogprobs, ...] | None = None  # one for each of `token_ids`, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +82,8 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None  # one for each of `token_ids`, where they were asked for
+    parsed: Any = None  # what the text is as a Pydantic model, where one was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +95,8 @@ class Completion:
     usage: Usage
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    """One for each prompt token, None for the first, where they were asked for."""
 
     @property
     def text(self) -> str:
@@ -88,3 +117,13 @@ class Completion:
     def stop_reason(self) -> str | int | None:
         """What ended choice 0, where a stop string or a stop id did."""
         return self.choices[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs, ...] | None:
+        """Those of choice 0."""
+        return self.choices[0].logprobs
+
+    @property
+    def parsed(self) -> Any:
+        """What choice 0 is as a Pydantic model, where one was asked for."""
+        return self.choices[0].parsed

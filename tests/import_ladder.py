@@ -36,6 +36,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("outputs",),
     ("config",),
     ("params",),
+    ("param_checks",),
     ("results",),
     ("metrics",),
     ("errors",),

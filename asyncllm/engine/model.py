@@ -25,10 +25,10 @@ from asyncllm.params import SamplingParams
 if TYPE_CHECKING:
     from asyncllm.weights.source import ModelSource
 
-DEFAULTED = ("temperature", "top_k", "top_p", "min_p")
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """The fields of SamplingParams for which a generation_config may name a default."""
 
-UNSUPPORTED = (("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0), ("typical_p", 1.0), ("do_sample", True))
+UNSUPPORTED = (("no_repeat_ngram_size", 0), ("do_sample", True))
 """Other fields of a generation_config that would change an answer, and the value at which they do not."""
 
 logger = logging.getLogger("asyncllm")

@@ -30,8 +30,16 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobsRequest:
+    """Which log-probabilities are wanted at a position, beside that of the token which is there."""
+
+    top: int  # of so many most likely tokens; the whole vocabulary is its size
+    token_ids: tuple[int, ...] = ()  # and of these
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row is sampled, every default resolved.
+    """How a row is sampled, every default resolved. The order of operations is that of `SamplingParams`.
 
     The draw for the token at absolute position p (prompt included) depends on (seed, choice, p) alone.
     """
@@ -44,6 +52,24 @@ class RowSampling:
     choice: int = 0
     suppress_before: int = 0  # tokens at absolute positions below this may not be one of `suppressed`
     suppressed: tuple[int, ...] = ()  # the ids that would end the request before its min_tokens
+    typical_p: float = 1.0  # 1 keeps all
+    top_n_sigma: float = 0.0  # 0 keeps all
+    xtc_probability: float = 0.0  # 0 drops nothing
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0  # for tokens of prompt and output
+    frequency_penalty: float = 0.0  # these two for tokens of the output
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by id, each once
+    allowed: tuple[int, ...] | None = None  # only these ids may be sampled
+    banned: tuple[int, ...] = ()  # these may not
+    logprobs: LogprobsRequest | None = None  # of sampled tokens
+    prompt_logprobs: LogprobsRequest | None = None  # of the prompt's, from the second on
+    late: bool = False  # the row's logits wait for the host
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters which tokens came before: the row's join must have its `history`."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +80,7 @@ class RowJoin:
     request: int  # internal id, never reused
     sampling: RowSampling
     prompt_tokens: int = 1  # of the request as submitted, resumed or not; a rope that depends on length needs it
+    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.counts_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +138,44 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities of some positions, one after another: position i has the entries offsets[i] to offsets[i + 1].
+
+    The first entry of a position is the token that is there; then come the most likely tokens, the first first, and
+    then those that were asked for by id.
+    """
+
+    offsets: Int32Array  # [positions + 1]
+    token_ids: Int32Array  # [entries]
+    logprobs: NDArray[np.float32]  # [entries]
+    ranks: Int32Array  # [entries] 1 is the most likely token; ties share the better rank
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """What the rows that ask for it get to know of a step's tokens."""
+
+    samples: Int32Array  # [s] of the step's sampled tokens, those that are told about: indices of `token_ids`
+    sampled: TokenScores  # of as many positions
+    prompts: tuple[PromptLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of prompt tokens at the positions `start` and on, as far as a chunk's logits reach."""
+
+    chunk: int  # of the step's chunks
+    start: int
+    scores: TokenScores
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What came of a step. `token_ids[i]` belongs to the i-th sampled row of *its own* plan."""
 
     step: int
     token_ids: Int32Array  # [plan.num_sampled]
+    logprobs: StepLogprobs | None = None  # None where no row asks

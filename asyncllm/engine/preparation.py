@@ -28,7 +28,36 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
 """A text, chat messages, or token ids."""
 
-DEFAULTS: Mapping[str, float | int] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+DEFAULTS: Mapping[str, float | int] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+}
+
+NOT_YET: Mapping[str, Any] = {
+    "n": 1,
+    "top_n_sigma": 0.0,
+    "xtc_probability": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "dry_multiplier": 0.0,
+    "logit_bias": (),
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+    "spaces_between_special_tokens": True,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "structured_output": None,
+    "logits_processors": (),
+    "on_token": None,
+}
+"""Parameters that nothing acts on yet, and the only value that they may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +124,12 @@ class Preparation:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
         params, model = submission.params, self._model
         self._check_params(params)
-        token_ids = self._prompt_array(submission.prompt, submission.chat)
+        token_ids = self._prompt_array(submission.prompt, submission.chat, params.truncate_prompt_tokens)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= model.eos_token_ids
         detokenizer = None
-        if model.tokenizer is not None:
+        if model.tokenizer is not None and params.detokenize:
             detokenizer = model.tokenizer.detokenizer(
                 skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
             )
@@ -146,13 +175,16 @@ class Preparation:
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
 
-    def _prompt_array(self, prompt: Prompt, chat: ChatOptions) -> Int32Array:
+    def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
+        """The prompt's ids, or so many `last` ones of them."""
+        limit = self._limit if last is None else None
+        kept = slice(None if last is None else -last, None)
         if isinstance(prompt, str) or is_messages(prompt):
-            array = np.array(self.tokenize(prompt, chat, limit=self._limit), dtype=np.int32)
+            array = np.array(self.tokenize(prompt, chat, limit=limit)[kept], dtype=np.int32)
             if len(array) == 0:
                 raise InvalidPromptError("the prompt is empty" if not prompt else "the prompt has no token")
             return self._within_vocabulary(array)
-        return self._id_array(prompt, limit=self._limit)
+        return self._id_array(prompt, limit=limit)[kept]
 
     def _id_array(self, ids: Any, limit: int | None = None, *, may_be_empty: bool = False) -> Int32Array:
         """[n] int32, all within the vocabulary."""
@@ -187,11 +219,18 @@ class Preparation:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self._model.facts.vocab_size
-        for token_id in params.stop_token_ids:
-            if token_id >= vocab_size:
-                raise InvalidParamsError(
-                    f"stop_token_ids: {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
-                )
+        for name, neutral in NOT_YET.items():
+            if getattr(params, name) != neutral:
+                raise InvalidParamsError(f"{name} is not supported yet")
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in params.biases],
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids or (),
+        }
+        for name, token_ids in named.items():
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidParamsError(f"{name}: {max(token_ids)} is outside the vocabulary (0 to {vocab_size - 1})")
         if params.min_tokens and len(set(params.stop_token_ids)) >= vocab_size:
             raise InvalidParamsError("stop_token_ids holds the whole vocabulary: nothing is left for min_tokens")
         if params.stop and self._model.tokenizer is None:
