@@ -91,7 +91,7 @@ _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
+    404: "invalid_request_error",
     405: "invalid_request_error",
     409: "conflict_error",
     413: "request_too_large",
@@ -102,7 +102,7 @@ _TYPES = {
     504: "timeout_error",
 }
 
-_ANTHROPIC_TYPES = {**_TYPES, 409: "invalid_request_error", 501: "invalid_request_error"}
+_ANTHROPIC_TYPES = {**_TYPES, 404: "not_found_error", 409: "invalid_request_error", 501: "invalid_request_error"}
 
 
 def api_error(error: BaseException) -> ApiError | None:
@@ -145,7 +145,7 @@ def _validation(error: ValidationError) -> ApiError:
 
 def _is_union_branch(part: str | int) -> bool:
     """Whether pydantic names a member of a union here rather than a field."""
-    return isinstance(part, str) and re.fullmatch(r"[a-z][a-z0-9_]*", part) is None or part in _BRANCHES
+    return isinstance(part, str) and (part in _BRANCHES or re.fullmatch(r"[a-z][a-z0-9_]*", part) is None)
 
 
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict", "none"))

@@ -40,7 +40,15 @@ class Reply:
     body: bytes = b""
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
-    events: AsyncGenerator[bytes, None] | None = None  # in place of a body; the shell closes it, whatever happens
+    events: AsyncGenerator[bytes, None] | None = None  # in place of a body
+    on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+
+    async def aclose(self) -> None:
+        """Give back what the reply holds. The shell calls it once it has sent the reply, or failed to."""
+        if self.events is not None:
+            await self.events.aclose()  # one that never began has no finally to rely on
+        for release in self.on_close:
+            await release()
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:

@@ -1,0 +1,160 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from asyncllm.api.answers import Collected, collect
+from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, stop_reason, usage_body
+from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
+from asyncllm.api.errors import InvalidRequest, openai_body
+from asyncllm.api.exchange import Reply, event_reply, json_reply
+from asyncllm.api.generation import check_time, failure
+from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
+from asyncllm.api.parameters import structured_output
+from asyncllm.api.protocol.chat import ChatRequest
+from asyncllm.api.serving import Call, Serving
+from asyncllm.api.sse import DONE
+from asyncllm.engine.async_engine import TokenStream
+from asyncllm.results import Choice
+
+
+async def create_chat_completion(serving: Serving, call: Call) -> Reply:
+    """Answer a chat, at once or as a stream."""
+    body: ChatRequest = call.body
+    model = serving.name(body.model)
+    job = _job(serving, call, body)
+    ticket = serving.enter(job.params.n)
+    stream = job.stream(serving)
+    head = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+    try:
+        if not body.stream:
+            return json_reply(await _collected(head, job, body, stream, serving))
+        await stream.start()
+    except BaseException:
+        await ticket.release()
+        raise
+    finally:
+        if not body.stream:
+            await ticket.release()
+    reply = event_reply(_events(_chunks(head, job, body, stream), job, stream))
+    reply.on_close += [stream.aclose, ticket.release]
+    return reply
+
+
+def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.add_generation_prompt is not None:
+        if body.add_generation_prompt and body.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return chat_job(
+        serving,
+        call,
+        template_messages(body.messages),
+        sampling=body,
+        request=body,
+        n=body.n,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        tools=chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        structured=structured_output(body.response_format, body.structured_outputs),
+        template_variables=variables | (body.chat_template_kwargs or {}),
+        chat_template=body.chat_template,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+async def _collected(
+    head: dict[str, Any], job: ChatJob, body: ChatRequest, stream: TokenStream, serving: Serving
+) -> dict[str, Any]:
+    done = await stream.result()
+    for each in done.choices:
+        check_time(each.finish_reason, server_limits=job.server_limits)
+    answer = head | {
+        "choices": [_choice(job, body, each) for each in done.choices],
+        "usage": usage_body(done.usage),
+        "system_fingerprint": None,
+    }
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = list(done.prompt_token_ids)
+    return answer
+
+
+def _choice(job: ChatJob, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+    collected = collect(job.make_answer(), choice.text)
+    answer: dict[str, Any] = {
+        "index": choice.index,
+        "message": answer_message(collected, show_reasoning=body.include_reasoning is not False),
+        "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
+        "finish_reason": finish_reason(choice.finish_reason, called=bool(collected.calls)),
+        "stop_reason": stop_reason(choice.finish_reason, choice.stop_reason),
+    }
+    if body.return_token_ids:
+        answer["token_ids"] = list(choice.token_ids)
+    return answer
+
+
+def answer_message(collected: Collected, *, show_reasoning: bool) -> dict[str, Any]:
+    """The message of a collected answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": collected.content or (None if collected.calls else "")}
+    if collected.reasoning and show_reasoning:
+        message["reasoning_content"] = collected.reasoning
+    if collected.calls:
+        message["tool_calls"] = [
+            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+            for each in collected.calls
+        ]
+    return message
+
+
+def _chunks(head: dict[str, Any], job: ChatJob, body: ChatRequest, stream: TokenStream) -> ChatChunks:
+    options = body.stream_options
+    return ChatChunks(
+        head=head,
+        n=job.params.n,
+        make_answer=job.make_answer,
+        plain=job.plain,
+        logprobs=bool(body.logprobs),
+        token_ids=bool(body.return_token_ids),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        show_reasoning=body.include_reasoning is not False,
+        prompt_token_ids=stream.prompt_token_ids,
+    )
+
+
+async def _events(chunks: ChatChunks, job: ChatJob, stream: TokenStream) -> AsyncGenerator[bytes, None]:
+    try:
+        async for delta in stream:
+            text = chunks.render(delta)
+            if delta.finish_reason is not None:
+                check_time(delta.finish_reason, server_limits=job.server_limits)
+                if delta.usage is not None:
+                    text += chunks.usage(delta.usage) + DONE
+            if text:
+                yield text.encode()
+    except Exception as error:
+        yield error_event(openai_body(failure(error))).encode()
