@@ -8,12 +8,14 @@ from enum import Enum, auto
 
 from pydantic import BaseModel
 
-from asyncllm.api import chat, completions, information, tokens
+from asyncllm.api import chat, completions, information, messages, responses, tokens
 from asyncllm.api.errors import ApiError
 from asyncllm.api.exchange import JSON, Reply
 from asyncllm.api.protocol.chat import ChatCompletion, ChatRequest
 from asyncllm.api.protocol.completions import CompletionRequest, TextCompletion
+from asyncllm.api.protocol.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from asyncllm.api.protocol.models import Health, ModelCard, ModelList, Version
+from asyncllm.api.protocol.responses import DeletedResponse, ResponseAnswer, ResponseRequest
 from asyncllm.api.protocol.tokens import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from asyncllm.api.serving import Call, Serving
 
@@ -41,7 +43,6 @@ class Route:
     streams: bool = False  # may answer with events instead
     public: bool = False  # needs no key, and is answered while the app drains
     hidden: bool = False  # not in the OpenAPI document
-    style: Style = Style.OPENAI
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,26 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST", path="/v1/completions", handler=completions.create_completion, streams=True,
         summary="Go on with prompts", request=CompletionRequest, response=TextCompletion,
+    ),
+    Route(
+        method="POST", path="/v1/responses", handler=responses.create_response, streams=True,
+        summary="Make a response", request=ResponseRequest, response=ResponseAnswer,
+    ),
+    Route(
+        method="GET", path="/v1/responses/{response_id}", handler=responses.show_response,
+        summary="A response that was kept", response=ResponseAnswer,
+    ),
+    Route(
+        method="DELETE", path="/v1/responses/{response_id}", handler=responses.delete_response,
+        summary="Forget a response", response=DeletedResponse,
+    ),
+    Route(
+        method="POST", path="/v1/messages", handler=messages.create_message, streams=True,
+        summary="Answer a chat, as Anthropic's API does", request=MessagesRequest, response=MessageAnswer,
+    ),
+    Route(
+        method="POST", path="/v1/messages/count_tokens", handler=messages.count_tokens,
+        summary="Tokens of messages", request=CountRequest, response=TokenCount,
     ),
     Route(method="GET", path="/v1/models", handler=information.list_models, summary="The models", response=ModelList),
     Route(
