@@ -182,6 +182,8 @@ def test_ctrl_c_while_it_loads() -> None:
 
 SCRIPT = """
     from asyncllm import LLM, SamplingParams
+    import signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that put the tests behind has it ignored
     from asyncllm.testing.shadow_engine import ShadowModel
     llm = LLM(ShadowModel(latency={latency}))
     {use}

@@ -351,6 +351,7 @@ def start_script(source: str) -> subprocess.Popen[str]:
         from asyncllm import AsyncEngine, SamplingParams
         from asyncllm.testing.shadow_engine import ShadowModel
         LONG = SamplingParams(temperature=0, max_tokens=400)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that put the tests behind has it ignored
     """
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(head) + textwrap.dedent(source)],
