@@ -16,7 +16,7 @@ class Ticket:
         self._admission = admission
         self._choices = choices
 
-    async def release(self) -> None:
+    def release(self) -> None:
         """The work is done, or given up. Idempotent."""
         choices, self._choices = self._choices, 0
         if choices:

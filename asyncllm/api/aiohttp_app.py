@@ -60,7 +60,7 @@ def create_aiohttp_app(
 class _Shell:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._running: dict[asyncio.Task[web.StreamResponse], web.Request] = {}
+        self._running: dict[asyncio.Task[Any], web.Request] = {}
         self._some = asyncio.Event()
 
     async def watch(self) -> None:
@@ -70,24 +70,22 @@ class _Shell:
             await asyncio.sleep(LOOK_EVERY)
             for task, request in self._running.items():
                 if request.transport is None or request.transport.is_closing():
-                    task.cancel()
+                    task.cancel()  # as aiohttp itself does with `handler_cancellation`
             if not self._running:
                 self._some.clear()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request in a task of its own, which ends when the client goes."""
-        work = asyncio.create_task(self._serve(request))
-        self._running[work] = request
+        """Answer one request."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = request
         self._some.set()
         try:
-            await asyncio.wait((work,))
-        finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            del self._running[work]
-        if work.cancelled() or isinstance(work.exception(), Disconnected | ConnectionResetError):
+            return await self._serve(request)
+        except (Disconnected, ConnectionResetError):
             return web.Response(status=499)  # nobody is there to read it
-        return work.result()
+        finally:
+            del self._running[task]
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         tail = "/" + request.match_info["path"]

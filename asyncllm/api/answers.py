@@ -5,12 +5,20 @@ A streamed answer is made of pieces; a collected one is the same pieces put toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from asyncllm.outputs.reasoning import ReasoningParser, make_reasoning_parser
-from asyncllm.outputs.tool_calls import ArgumentsDelta, ContentDelta, ToolCallStart, ToolParser, make_tool_parser
+from asyncllm.outputs.reasoning import ReasoningParser, make_reasoning_parser, opens_in_prompt
+from asyncllm.outputs.tool_calls import (
+    ArgumentsDelta,
+    ContentDelta,
+    ToolCallStart,
+    ToolDefinition,
+    ToolDelta,
+    ToolParser,
+    make_tool_parser,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,7 @@ class Reasoning:
     text: str
 
 
-Piece = ContentDelta | Reasoning | ToolCallStart | ArgumentsDelta
+Piece = ToolDelta | Reasoning
 
 
 class Answer(Protocol):
@@ -88,17 +96,34 @@ MakeAnswer = Callable[[], Answer]
 """Makes a parser for one choice."""
 
 
-def answer_maker(
-    reasoning: str | None, tool_format: str | None, tools: Sequence[Mapping[str, Any]], *, parallel: bool
-) -> MakeAnswer:
-    """`reasoning` and `tool_format` name formats; None: there is none to look for."""
-    if reasoning is None and tool_format is None:
-        return PlainAnswer
-    return lambda: ParsedAnswer(
-        None if reasoning is None else make_reasoning_parser(reasoning),
-        None if tool_format is None else make_tool_parser(tool_format, tools),
-        parallel=parallel,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """What to look for in the answers to one request."""
+
+    reasoning: str | None  # the name of a format; None: there is none to look for
+    tool_calls: str | None  # likewise
+    tools: tuple[ToolDefinition, ...] = ()
+    parallel: bool = True  # False: the first call is the only one
+    continued: str = ""  # the assistant's message that the answer goes on with
+
+    @property
+    def plain(self) -> bool:
+        """All text is content."""
+        return self.reasoning is None and self.tool_calls is None
+
+    def maker(self, prompt_end: str) -> MakeAnswer:
+        """`prompt_end`: the last characters of the rendered prompt, which may open the reasoning."""
+        if self.plain:
+            return PlainAnswer
+        name = self.reasoning
+        opened = name is not None and opens_in_prompt(name, prompt_end, self.continued)
+
+        def make() -> Answer:
+            reasoning = None if name is None else make_reasoning_parser(name, opened=opened)
+            tools = None if self.tool_calls is None else make_tool_parser(self.tool_calls, self.tools)
+            return ParsedAnswer(reasoning, tools, parallel=self.parallel)
+
+        return make
 
 
 @dataclass(slots=True)

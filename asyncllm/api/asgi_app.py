@@ -71,25 +71,24 @@ class AsgiApp:
                 return
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        inbox = _Inbox(receive)
-        work = asyncio.create_task(self._serve(_head(scope), inbox, send))
-        watch = asyncio.create_task(inbox.disconnected())
+        head, inbox = _head(scope), _Inbox(receive)
+        watch = asyncio.create_task(inbox.cancel_when_gone(asyncio.current_task()))
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            reply = await self.service.respond(head, inbox.body)
+            inbox.watch()
+            try:
+                await _send(reply, head, send)
+            finally:
+                inbox.rest()  # what is given back must not be cut short
+                await reply.aclose()
+        except Disconnected:
+            pass
+        except asyncio.CancelledError:
+            if not inbox.forgive():
+                raise
         finally:
+            inbox.rest()
             watch.cancel()
-            work.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None and not isinstance(error, Disconnected):
-            raise error
-
-    async def _serve(self, head: Head, inbox: _Inbox, send: Send) -> None:
-        reply = await self.service.respond(head, inbox.body)
-        inbox.watch()
-        try:
-            await _send(reply, head, send)
-        finally:
-            await reply.aclose()
 
 
 async def _send(reply: Reply, head: Head, send: Send) -> None:
@@ -122,6 +121,8 @@ class _Inbox:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._cancelled: asyncio.Task[Any] | None = None
+        self._resting = False
         self._read = asyncio.Event()  # all of the body was read: what comes next is the client's going
 
     async def body(self, limit: int) -> bytes:
@@ -145,8 +146,19 @@ class _Inbox:
         """No more of the body will be asked for."""
         self._read.set()
 
-    async def disconnected(self) -> None:
-        """Returns once the client has gone."""
+    def rest(self) -> None:
+        """The request is answered: whoever goes now is not missed."""
+        self._resting = True
+
+    async def cancel_when_gone(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel the task that answers once the client has gone."""
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        if task is not None and not self._resting:
+            self._cancelled = task
+            task.cancel()
+
+    def forgive(self) -> bool:
+        """Whether it was the client's going that cancelled, and nothing else did; the task may end as usual then."""
+        return self._cancelled is not None and self._cancelled.uncancel() == 0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from asyncllm.api.answers import Collected, collect
+from asyncllm.api.answers import Answer, Collected, MakeAnswer, collect
 from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, stop_reason, usage_body
 from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
 from asyncllm.api.generation import check_time, failure
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
 from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.chat import ChatRequest
@@ -30,7 +30,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
     ticket = serving.enter(job.params.n)
     stream = job.stream(serving)
     head = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": identifier("chatcmpl-"),
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -39,14 +39,17 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         if not body.stream:
             return json_reply(await _collected(head, job, body, stream, serving))
         await stream.start()
+        make_answer = await job.answer_maker(serving, stream.prompt_token_ids)
     except BaseException:
-        await ticket.release()
+        ticket.release()
+        await stream.aclose()
         raise
     finally:
         if not body.stream:
-            await ticket.release()
-    reply = event_reply(_events(_chunks(head, job, body, stream), job, stream))
-    reply.on_close += [stream.aclose, ticket.release]
+            ticket.release()
+    reply = event_reply(_events(_chunks(head, job, body, stream, make_answer), job, stream))
+    reply.held.callback(ticket.release)
+    reply.held.push_async_callback(stream.aclose)
     return reply
 
 
@@ -91,8 +94,9 @@ async def _collected(
     done = await stream.result()
     for each in done.choices:
         check_time(each.finish_reason, server_limits=job.server_limits)
+    make_answer = await job.answer_maker(serving, done.prompt_token_ids)
     answer = head | {
-        "choices": [_choice(job, body, each) for each in done.choices],
+        "choices": [_choice(make_answer(), body, each) for each in done.choices],
         "usage": usage_body(done.usage),
         "system_fingerprint": None,
     }
@@ -103,8 +107,8 @@ async def _collected(
     return answer
 
 
-def _choice(job: ChatJob, body: ChatRequest, choice: Choice) -> dict[str, Any]:
-    collected = collect(job.make_answer(), choice.text)
+def _choice(parser: Answer, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+    collected = collect(parser, choice.text)
     answer: dict[str, Any] = {
         "index": choice.index,
         "message": answer_message(collected, show_reasoning=body.include_reasoning is not False),
@@ -130,13 +134,15 @@ def answer_message(collected: Collected, *, show_reasoning: bool) -> dict[str, A
     return message
 
 
-def _chunks(head: dict[str, Any], job: ChatJob, body: ChatRequest, stream: TokenStream) -> ChatChunks:
+def _chunks(
+    head: dict[str, Any], job: ChatJob, body: ChatRequest, stream: TokenStream, make_answer: MakeAnswer
+) -> ChatChunks:
     options = body.stream_options
     return ChatChunks(
         head=head,
         n=job.params.n,
-        make_answer=job.make_answer,
-        plain=job.plain,
+        make_answer=make_answer,
+        plain=job.format.plain,
         logprobs=bool(body.logprobs),
         token_ids=bool(body.return_token_ids),
         include_usage=bool(options and options.include_usage),

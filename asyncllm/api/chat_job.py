@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncllm.api.answers import MakeAnswer, answer_maker
+from asyncllm.api.answers import AnswerFormat, MakeAnswer
 from asyncllm.api.errors import InvalidRequest
 from asyncllm.api.parameters import request_options, sampling_params, server_limits
 from asyncllm.api.protocol.chat import ChatMessage, NamedTool
 from asyncllm.api.protocol.fields import RequestFields, SamplingFields, Tool
 from asyncllm.api.serving import Call, Serving
 from asyncllm.engine.async_engine import RequestOptions, TokenStream
-from asyncllm.outputs.tool_calls import tool_choice_grammar
+from asyncllm.outputs.tool_calls import TOOL_FORMATS, ToolDefinition, read_tools, tool_choice_grammar
 from asyncllm.params import SamplingParams
 from asyncllm.structured import StructuredOutput
 
 PLAIN_TOOL_FORMAT = "hermes"
 """For a call that is enforced where the model's own format is not known."""
+
+PROMPT_END = 16
+"""Tokens at a prompt's end that are looked at for the tag that opens the reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class Tools:
     """The tools of a request, and what the answer may do with them."""
 
     tools: Sequence[Mapping[str, Any]] = ()  # as templates want them
+    definitions: tuple[ToolDefinition, ...] = ()  # the same, checked
     choice: str | None = None  # "none", "auto", "required"; None: "auto" where there are tools
     name: str | None = None  # the one that must be called
     parallel: bool = True
@@ -48,28 +52,41 @@ class ChatJob:
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     options: RequestOptions
-    make_answer: MakeAnswer
+    format: AnswerFormat
     server_limits: bool  # the deadline is the server's own
-    plain: bool  # all text is content
 
     def stream(self, serving: Serving) -> TokenStream:
         """Not started."""
         return serving.engine.stream(list(self.messages), self.params, **self.options)
 
+    async def answer_maker(self, serving: Serving, prompt_token_ids: Sequence[int]) -> MakeAnswer:
+        """How the answers to this prompt are taken apart."""
+        end = ""
+        if self.format.reasoning is not None:
+            end = await serving.engine.detokenize(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
+        return self.format.maker(end)
 
-def chat_tools(
-    tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None, *, param: str = "tool_choice"
+
+def make_tools(
+    given: Sequence[Mapping[str, Any]], *, choice: str | None, name: str | None, parallel: bool
 ) -> Tools:
-    """Checked: a choice that needs a tool has one. Raises `InvalidRequest`."""
-    given = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-    names = {tool["function"]["name"] for tool in given}
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise InvalidRequest(f"tool_choice names {choice.function.name!r}, which is not among tools", param=param)
-        return Tools(tools=given, name=choice.function.name, parallel=False)
+    """Checked: a choice that needs a tool has one. `name` is the tool that must be called. Raises `InvalidRequest` and
+    `InvalidParamsError`."""
+    definitions = read_tools(given)
+    if name is not None and all(each.name != name for each in definitions):
+        raise InvalidRequest(f"tool_choice names {name!r:.100}, which is not among tools", param="tool_choice")
     if choice == "required" and not given:
-        raise InvalidRequest("tool_choice needs tools", param=param)
-    return Tools(tools=given, choice=choice, parallel=parallel is not False)
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    single = name is not None or not parallel
+    return Tools(tools=given, definitions=definitions, choice=choice, name=name, parallel=not single)
+
+
+def chat_tools(tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None) -> Tools:
+    """As `make_tools`, from a chat's fields."""
+    given = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    kind = choice if isinstance(choice, str) else None
+    return make_tools(given, choice=kind, name=name, parallel=parallel is not False)
 
 
 def chat_job(  # noqa: PLR0913  # all but the first three by keyword
@@ -85,7 +102,6 @@ def chat_job(  # noqa: PLR0913  # all but the first three by keyword
     prompt_logprobs: int | None = None,
     tools: Tools,
     structured: StructuredOutput | None = None,
-    reasoning: bool = True,
     template_variables: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
     continue_final_message: bool = False,
@@ -99,14 +115,17 @@ def chat_job(  # noqa: PLR0913  # all but the first three by keyword
         if structured is not None:
             raise InvalidRequest("an answer cannot be bound to a tool and to a response_format", param="tool_choice")
         tool_format = tool_format or PLAIN_TOOL_FORMAT
-        structured = tool_choice_grammar(tool_format, tools.tools, tools.name or "required", tools.parallel)
-    reasoning_format = serving.reasoning_format if reasoning else None
+        structured = tool_choice_grammar(tool_format, tools.definitions, tools.name or "required", tools.parallel)
+    if tool_format is not None and TOOL_FORMATS[tool_format].special_tokens:
+        sampling = sampling.model_copy(update={"skip_special_tokens": False})  # else its tags are not in the text
+    # What is bound from its first token on has no room for reasoning.
+    reasoning_format = None if structured is not None else serving.reasoning_format
+    last = messages[-1] if continue_final_message else {}
+    continued = last.get("content")
     options = request_options(request, settings, call.salt)
     options["tools"] = list(tools.tools) if tools.usable else None
     options["chat_template_kwargs"] = dict(template_variables or {})
     options["continue_final_message"] = continue_final_message
-    if request.request_id is not None:
-        options["request_id"] = request.request_id
     if chat_template is not None:
         options["chat_template"] = chat_template
     params = sampling_params(
@@ -122,9 +141,14 @@ def chat_job(  # noqa: PLR0913  # all but the first three by keyword
         messages=messages,
         params=params,
         options=options,
-        make_answer=answer_maker(reasoning_format, tool_format, tools.tools, parallel=tools.parallel),
+        format=AnswerFormat(
+            reasoning=reasoning_format,
+            tool_calls=tool_format,
+            tools=tools.definitions,
+            parallel=tools.parallel,
+            continued=continued if isinstance(continued, str) else "",
+        ),
         server_limits=server_limits(request, settings),
-        plain=reasoning_format is None and tool_format is None,
     )
 
 

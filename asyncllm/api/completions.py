@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from asyncllm.api.completion_chunks import CompletionChunks
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
 from asyncllm.api.generation import check_time, failure, merged
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from asyncllm.api.parameters import request_options, sampling_params, server_limits, structured_output
 from asyncllm.api.protocol.completions import CompletionRequest
@@ -42,10 +42,10 @@ async def create_completion(serving: Serving, call: Call) -> Reply:
     job = _job(serving, body)
     options = request_options(body, serving.settings, call.salt)
     ticket = serving.enter(len(job.prompts) * job.params.n)
-    streams = []
+    streams, base = [], options["request_id"]
     for index, prompt in enumerate(job.prompts):
-        if body.request_id is not None:
-            options["request_id"] = body.request_id if len(job.prompts) == 1 else f"{body.request_id}-{index}"
+        if index:
+            options["request_id"] = f"{base}-{index}"
         streams.append(serving.engine.stream(prompt, job.params, **options))
     # An echo with its log probabilities is complete only when the prompt was computed: it goes out in one piece.
     if body.stream and not (body.echo and body.logprobs is not None):
@@ -53,15 +53,17 @@ async def create_completion(serving: Serving, call: Call) -> Reply:
             echoes = await _echoes(serving, job)
             await all_of([stream.start() for stream in streams])
         except BaseException:
-            await ticket.release()
+            ticket.release()
             raise
         reply = event_reply(_events(job, streams, echoes))
-        reply.on_close += [*(stream.aclose for stream in streams), ticket.release]
+        reply.held.callback(ticket.release)
+        for stream in streams:
+            reply.held.push_async_callback(stream.aclose)
         return reply
     try:
         choices, usage = await _collected(serving, job, streams)
     finally:
-        await ticket.release()
+        ticket.release()
     if body.stream:
         return event_reply(_late_events(job, choices, usage))
     return json_reply(job.head | {"choices": choices, "usage": usage_body(usage), "system_fingerprint": None})
@@ -89,7 +91,7 @@ def _job(serving: Serving, body: CompletionRequest) -> _Job:
         structured_output=structured_output(body.response_format, body.structured_outputs),
     )
     head = {
-        "id": f"cmpl-{uuid.uuid4().hex}",
+        "id": identifier("cmpl-"),
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +42,13 @@ class Reply:
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
     events: AsyncGenerator[bytes, None] | None = None  # in place of a body
-    on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    held: AsyncExitStack = field(default_factory=AsyncExitStack)  # what is given back when the reply is over
 
     async def aclose(self) -> None:
         """Give back what the reply holds. The shell calls it once it has sent the reply, or failed to."""
         if self.events is not None:
-            await self.events.aclose()  # one that never began has no finally to rely on
-        for release in self.on_close:
-            await release()
+            self.held.push_async_callback(self.events.aclose)  # one that never began has no finally to rely on
+        await self.held.aclose()
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:

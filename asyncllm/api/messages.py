@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from asyncllm.api.chat_job import ChatJob, Tools, chat_job
+from asyncllm.api.answers import Answer
+from asyncllm.api.chat_job import ChatJob, Tools, chat_job, make_tools
 from asyncllm.api.errors import InvalidRequest, anthropic_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
 from asyncllm.api.generation import check_time, failure
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.message_writer import MessageWriter
 from asyncllm.api.protocol.messages import CountRequest, MessageBlock, MessageParam, MessagesRequest
 from asyncllm.api.serving import Call, Serving
@@ -27,7 +28,7 @@ async def create_message(serving: Serving, call: Call) -> Reply:
     stream = job.stream(serving)
     writer = MessageWriter(
         {
-            "id": f"msg_{uuid.uuid4().hex}",
+            "id": identifier("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -39,16 +40,19 @@ async def create_message(serving: Serving, call: Call) -> Reply:
     )
     try:
         if not body.stream:
-            return json_reply(await _collected(job, writer, stream))
+            return json_reply(await _collected(serving, job, writer, stream))
         await stream.start()
+        make_answer = await job.answer_maker(serving, stream.prompt_token_ids)
     except BaseException:
-        await ticket.release()
+        ticket.release()
+        await stream.aclose()
         raise
     finally:
         if not body.stream:
-            await ticket.release()
-    reply = event_reply(_events(job, writer, stream))
-    reply.on_close += [stream.aclose, ticket.release]
+            ticket.release()
+    reply = event_reply(_events(job, writer, stream, make_answer()))
+    reply.held.callback(ticket.release)
+    reply.held.push_async_callback(stream.aclose)
     return reply
 
 
@@ -97,15 +101,10 @@ def _tools(body: CountRequest) -> Tools:
         given.append({"type": "function", "function": function})
     choice = body.tool_choice
     if choice is None:
-        return Tools(tools=given)
-    parallel = choice.disable_parallel_tool_use is not True
-    if choice.type in ("any", "tool") and not given:
-        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-    if choice.type == "tool":
-        if all(tool["function"]["name"] != choice.name for tool in given):
-            raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not among tools", param="tool_choice")
-        return Tools(tools=given, name=choice.name, parallel=False)
-    return Tools(tools=given, choice={"any": "required"}.get(choice.type, choice.type), parallel=parallel)
+        return make_tools(given, choice=None, name=None, parallel=True)
+    kind = {"any": "required", "tool": None}.get(choice.type, choice.type)
+    name = choice.name or "" if choice.type == "tool" else None
+    return make_tools(given, choice=kind, name=name, parallel=choice.disable_parallel_tool_use is not True)
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
@@ -151,18 +150,21 @@ def _text(content: str | Sequence[MessageBlock], where: str) -> str:
     return "".join(block.text or "" for block in content)
 
 
-async def _collected(job: ChatJob, writer: MessageWriter, stream: TokenStream) -> dict[str, Any]:
+async def _collected(
+    serving: Serving, job: ChatJob, writer: MessageWriter, stream: TokenStream
+) -> dict[str, Any]:
     done = await stream.result()
     check_time(done.finish_reason, server_limits=job.server_limits)
-    answer = job.make_answer()
+    answer = (await job.answer_maker(serving, done.prompt_token_ids))()
     writer.push(answer.push(done.text))
     writer.push(answer.flush())
     writer.end(done.finish_reason, done.stop_reason, done.usage)
     return writer.message
 
 
-async def _events(job: ChatJob, writer: MessageWriter, stream: TokenStream) -> AsyncGenerator[bytes, None]:
-    answer = job.make_answer()
+async def _events(
+    job: ChatJob, writer: MessageWriter, stream: TokenStream, answer: Answer
+) -> AsyncGenerator[bytes, None]:
     try:
         yield writer.begin(len(stream.prompt_token_ids)).encode()
         async for delta in stream:

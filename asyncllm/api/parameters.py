@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.api.errors import InvalidRequest
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.protocol.fields import RequestFields, ResponseFormat, SamplingFields, StructuredFields
 from asyncllm.api.settings import ApiSettings
 from asyncllm.engine.async_engine import RequestOptions
@@ -36,7 +37,11 @@ def sampling_params(
 def request_options(body: RequestFields, settings: ApiSettings, salt: str | None) -> RequestOptions:
     """`salt` is that of the API key; the request's own only divides further."""
     own = body.cache_salt
-    options = RequestOptions(priority=body.priority or 0, cache_salt=own if salt is None else f"{salt}:{own or ''}")
+    options = RequestOptions(
+        request_id=body.request_id or identifier("request-"),
+        priority=body.priority or 0,
+        cache_salt=own if salt is None else f"{salt}:{own or ''}",
+    )
     deadlines = [each for each in (settings.request_timeout, _seconds(body.deadline_ms)) if each is not None]
     if deadlines:
         options["deadline"] = min(deadlines)

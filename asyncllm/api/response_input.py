@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncllm.api.chat_job import Tools
+from asyncllm.api.chat_job import Tools, make_tools
 from asyncllm.api.errors import InvalidRequest
 from asyncllm.api.protocol.responses import InputItem, InputPart, NamedResponseTool, ResponseRequest
 
@@ -57,14 +57,9 @@ def response_tools(body: ResponseRequest) -> Tools:
         function = tool.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
         given.append({"type": "function", "function": function})
     choice = body.tool_choice
-    parallel = body.parallel_tool_calls is not False
-    if isinstance(choice, NamedResponseTool):
-        if all(tool["function"]["name"] != choice.name for tool in given):
-            raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not among tools", param="tool_choice")
-        return Tools(tools=given, name=choice.name, parallel=False)
-    if choice == "required" and not given:
-        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-    return Tools(tools=given, choice=choice, parallel=parallel)
+    name = choice.name if isinstance(choice, NamedResponseTool) else None
+    kind = choice if isinstance(choice, str) else None
+    return make_tools(given, choice=kind, name=name, parallel=body.parallel_tool_calls is not False)
 
 
 def answer_messages(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,11 +5,11 @@ A collected response is what the writer holds at the end, so it agrees with the 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncllm.api.answers import Piece, Reasoning
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs
 from asyncllm.api.sse import compact, escape, named
 from asyncllm.outputs.tool_calls import ArgumentsDelta, ContentDelta, ToolCallStart
@@ -171,4 +171,4 @@ class ResponseWriter:
 
 
 def _new(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return identifier(f"{prefix}_")

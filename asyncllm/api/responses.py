@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncllm.api.answers import Answer
 from asyncllm.api.chat_job import ChatJob, chat_job
 from asyncllm.api.errors import ApiError, InvalidRequest
 from asyncllm.api.exchange import Reply, event_reply, json_reply
@@ -42,14 +43,17 @@ async def create_response(serving: Serving, call: Call) -> Reply:
         if not job.body.stream:
             return json_reply(await _collected(serving, call, job, stream))
         await stream.start()
+        make_answer = await job.chat.answer_maker(serving, stream.prompt_token_ids)
     except BaseException:
-        await ticket.release()
+        ticket.release()
+        await stream.aclose()
         raise
     finally:
         if not job.body.stream:
-            await ticket.release()
-    reply = event_reply(_events(serving, call, job, stream))
-    reply.on_close += [stream.aclose, ticket.release]
+            ticket.release()
+    reply = event_reply(_events(serving, call, job, stream, make_answer()))
+    reply.held.callback(ticket.release)
+    reply.held.push_async_callback(stream.aclose)
     return reply
 
 
@@ -157,7 +161,8 @@ def _response(body: ResponseRequest, model: str) -> dict[str, Any]:
 async def _collected(serving: Serving, call: Call, job: _Job, stream: TokenStream) -> dict[str, Any]:
     done = await stream.result()
     check_time(done.finish_reason, server_limits=job.chat.server_limits)
-    answer, writer = job.chat.make_answer(), job.writer
+    answer = (await job.chat.answer_maker(serving, done.prompt_token_ids))()
+    writer = job.writer
     writer.push(answer.push(done.text), done.choices[0].logprobs)
     writer.push(answer.flush())
     writer.end(done.finish_reason, done.usage)
@@ -165,8 +170,10 @@ async def _collected(serving: Serving, call: Call, job: _Job, stream: TokenStrea
     return writer.response
 
 
-async def _events(serving: Serving, call: Call, job: _Job, stream: TokenStream) -> AsyncGenerator[bytes, None]:
-    answer, writer = job.chat.make_answer(), job.writer
+async def _events(
+    serving: Serving, call: Call, job: _Job, stream: TokenStream, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    writer = job.writer
     try:
         yield writer.begin().encode()
         async for delta in stream:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from pydantic_core import from_json
 from asyncllm.api.cors import Cors
 from asyncllm.api.errors import INTERNAL, ApiError, InvalidRequest, anthropic_body, api_error, openai_body
 from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, ReadBody, Reply, json_reply
+from asyncllm.api.identifiers import identifier
 from asyncllm.api.keys import ApiKeys
 from asyncllm.api.openapi import openapi_route
 from asyncllm.api.response_store import MemoryResponseStore, ResponseStore
@@ -72,7 +72,7 @@ class Service:
         """
         started = time.monotonic()
         given = head.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        request_id = given if _REQUEST_ID.fullmatch(given) else identifier("req_")
         style = Style.ANTHROPIC if head.path.startswith("/v1/messages") else Style.OPENAI
         try:
             preflight = self._cors.preflight(head)
@@ -85,10 +85,7 @@ class Service:
         reply.headers["x-request-id"] = request_id
         self._cors.allow(head, reply)
 
-        async def done() -> None:
-            _log(request_id, head, reply.status, started)
-
-        reply.on_close.append(done)
+        reply.held.callback(_log, request_id, head, reply.status, started)
         return reply
 
     async def _answer(self, head: Head, read_body: ReadBody, request_id: str) -> Reply:

@@ -15,9 +15,12 @@ __all__ = ["DONE", "compact", "data", "escape", "named"]
 DONE = "data: [DONE]\n\n"
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def compact(value: Any) -> str:
     """Strict JSON in one line."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def data(value: Any) -> str:
