@@ -24,6 +24,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("engine.core",),
     ("engine.live_requests", "engine.step_pipeline"),
     ("engine.preparation", "engine.mailbox", "engine.request_text"),
+    ("engine.row_sampling", "engine.logprob_reader"),
     ("engine.model",),
     ("engine.scheduling", "engine.execution"),
     ("engine", "engine.plan", "engine.event_loop", "engine.process", "engine.workers"),

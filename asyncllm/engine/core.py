@@ -220,6 +220,7 @@ class Core:
             if request is not None and end.stop_token_id is not None and not request.params.include_stop_str_in_output:
                 request.mute()
         self._tokens += len(tokens.token_ids)
+        self._live.take_scores(tokens)
         for request, token_id in zip(self._routes, tokens.token_ids, strict=True):
             mailbox = request.mailbox
             if request.push is not None:
@@ -238,11 +239,12 @@ class Core:
 
     def _route(self, requests: Sequence[int]) -> None:
         self._routed = requests
-        self._routes = [self._live[request] for request in requests]
+        routes = [self._live[request] for request in requests]
         now = clock()
-        for request in self._routes:
+        for request in routes:
             if request.first_token is None:
                 request.first_token = now
+        self._routes = [request.addressee for request in routes]
 
     def _settle(self, ended: Sequence[Ended]) -> None:
         """End a turn: tell the streams, and set the timer when no step will end that."""
@@ -330,7 +332,7 @@ class Core:
         self._scheduler.check_admissible(len(prepared.token_ids))
         request.queued = clock()
         mailbox.prompt = prepared.token_ids
-        if prepared.max_tokens == 0:
+        if prepared.max_tokens == 0 and prepared.sampling.prompt_logprobs is None:
             return self._live.end_unscheduled(request, FinishReason.LENGTH)
         self._scheduler.add(prepared.spec(request.id, submission, self._model.facts.max_model_len))
         request.take_text(prepared, self._found)

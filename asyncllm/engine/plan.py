@@ -68,8 +68,13 @@ class RowSampling:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters which tokens came before: the row's join must have its `history`."""
+        """Whether it matters which tokens came before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the row's join must have its `history`."""
+        return self.counts_tokens or self.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,13 @@ class RowJoin:
     request: int  # internal id, never reused
     sampling: RowSampling
     prompt_tokens: int = 1  # of the request as submitted, resumed or not; a rope that depends on length needs it
-    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.counts_tokens`
+    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.needs_history`
+
+    def known(self) -> Int32Array:
+        """The history that must be there."""
+        if self.history is None:
+            raise ValueError(f"request {self.request} joins row {self.row} without its history")
+        return self.history
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,13 @@ class TokenScores:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def at(self, position: int) -> TokenScores:
+        """One position by itself."""
+        start, end = self.offsets[position : position + 2].tolist()
+        some = slice(start, end)
+        offsets = np.array([0, end - start], np.int32)
+        return TokenScores(offsets, self.token_ids[some], self.logprobs[some], self.ranks[some])
 
 
 @dataclass(frozen=True, slots=True)

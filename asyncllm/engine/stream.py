@@ -14,7 +14,7 @@ from asyncllm.engine import process
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
-from asyncllm.results import Choice, Completion, TokenDelta
+from asyncllm.results import Choice, Completion, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
@@ -79,6 +79,8 @@ class TokenStream:
                 return self._last_delta(ending)
             if known > read:
                 self._read = known
+                if mailbox.scores is not None:
+                    return self._scored_delta(read, known)
                 if known == read + 1:
                     return TokenDelta(texts[read] if texts else "", (ids[read],))
                 return TokenDelta("".join(texts[read:known]), tuple(ids[read:known]))
@@ -118,10 +120,11 @@ class TokenStream:
         text = "".join(mailbox.texts) + ending.tail
         return Completion(
             request_id=mailbox.request_id,
-            choices=(Choice(0, text, ids, ending.reason, ending.stop_reason),),
+            choices=(Choice(0, text, ids, ending.reason, ending.stop_reason, self._logprobs(0, len(ids))),),
             usage=ending.usage,
             prompt_token_ids=tuple(mailbox.prompt.tolist()),
             metrics=ending.metrics,
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
     async def aclose(self) -> None:
@@ -185,6 +188,24 @@ class TokenStream:
         waiter = self._mailbox.waiter = self._check_loop().create_future()
         return waiter
 
+    def _scored_delta(self, read: int, known: int) -> TokenDelta:
+        mailbox = self._mailbox
+        text, ids = "".join(mailbox.texts[read:known]), tuple(mailbox.ids[read:known])
+        return TokenDelta(text, ids, logprobs=self._logprobs(read, known))
+
+    def _logprobs(self, read: int, known: int) -> tuple[PositionLogprobs, ...] | None:
+        """Of the ids from `read` to before `known`; None where they were not asked for."""
+        mailbox = self._mailbox
+        if mailbox.scores is None or mailbox.reader is None:
+            return None
+        return mailbox.reader.read(mailbox.scores[read:known])
+
+    def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
+        mailbox = self._mailbox
+        if mailbox.prompt_scores is None or mailbox.reader is None:
+            return None
+        return (None, *mailbox.reader.read(mailbox.prompt_scores))
+
     def _last_delta(self, ending: Ending | None) -> TokenDelta:
         """What is left once no more will come."""
         if self._over:
@@ -197,7 +218,8 @@ class TokenStream:
         text = "".join(mailbox.texts[read:]) + ending.tail
         ids = tuple(mailbox.ids[read:])
         self._finish()
-        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage)
+        logprobs = self._logprobs(read, len(mailbox.ids))
+        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage, logprobs)
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait for something that the engine's thread will tell this mailbox."""

@@ -32,6 +32,7 @@ class StepTokens:
     singles: int  # how many are alone in their row
     spans: tuple[Chunk, ...]  # the chunks, in their order
     sampled: Int64Array  # [s] where the tokens that sample are, in the plan's order
+    chunk_firsts: Int64Array  # [c] where the first token of each of the plan's chunks is
 
 
 def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
@@ -46,7 +47,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
 
-    sampled = list(places[: len(decode)])
+    sampled, firsts = list(places[: len(decode)]), []
     lone_places, span_end = iter(places[len(decode) :]), len(order)
     for chunk in plan.chunks:
         if len(chunk.token_ids) == 1:
@@ -54,6 +55,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
         else:
             span_end += len(chunk.token_ids)
             place = span_end - 1
+        firsts.append(place + 1 - len(chunk.token_ids))
         if chunk.samples:
             sampled.append(place)
     lengths = [len(chunk.token_ids) for chunk in spans]
@@ -66,6 +68,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
         singles=len(order),
         spans=tuple(spans),
         sampled=np.array(sampled, np.int64),
+        chunk_firsts=np.array(firsts, np.int64),
     )
 
 

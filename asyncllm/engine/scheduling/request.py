@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from asyncllm.engine.plan import Int32Array, RowSampling
+from asyncllm.engine.plan import Int32Array, RowJoin, RowSampling
 
 Order = tuple[int, float, float, int]
 """Sorts requests, the most important first."""
@@ -115,6 +115,17 @@ class Request:
     def applied(self) -> int:
         """Positions that applied steps have computed: no launched or later step writes before this one."""
         return self.known - 1 if self.caught_up else self.computed
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached positions may stand for computed ones: not where each position's logits are asked for."""
+        return self.spec.sampling.prompt_logprobs is None
+
+    def join(self, row: int) -> RowJoin:
+        """How the request takes a row."""
+        spec = self.spec
+        history = self.tokens(0, self.known) if spec.sampling.needs_history else None
+        return RowJoin(row, self.id, spec.sampling, len(spec.token_ids), history)
 
     def tokens(self, start: int, end: int) -> Int32Array:
         """A copy of the known token ids from position `start` to before `end`."""

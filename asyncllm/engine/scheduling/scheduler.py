@@ -35,7 +35,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from asyncllm.engine.plan import Chunk, RowJoin, StepPlan, StepResult
+from asyncllm.engine.plan import Chunk, StepPlan, StepResult
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.reports import Ended, SchedulerCounts, StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request, RequestSpec
@@ -43,6 +43,7 @@ from asyncllm.engine.scheduling.roster import Roster
 from asyncllm.engine.scheduling.row_table import RowMap, RowTable, SteadyRows
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.engine.scheduling.step_draft import LaunchedStep, StepDraft
+from asyncllm.engine.scheduling.told_scores import told_scores
 from asyncllm.errors import ContextLengthError
 from asyncllm.results import FinishReason
 
@@ -230,7 +231,7 @@ class Scheduler:
             self._blocked = (request, demand)
             return False
         row = self._roster.admit(request, hit.positions)
-        draft.joins.append(RowJoin(row, request.id, request.spec.sampling, len(request.spec.token_ids)))
+        draft.joins.append(request.join(row))
         self.cache.open(request, hit, draft)
         if request.first_scheduled is None:
             request.first_scheduled = now
@@ -273,6 +274,7 @@ class Scheduler:
         token_ids: list[int] = result.token_ids.tolist()
         if len(token_ids) != len(row_map.ids):
             raise ValueError(f"step {result.step} samples {len(row_map.ids)} tokens, its result has {len(token_ids)}")
+        told = None if result.logprobs is None else told_scores(step, result.logprobs)
         if step.has_ended:
             live = [i for i, request in enumerate(row_map.requests) if request.phase is not Phase.ENDED]
             row_map = RowMap.of([row_map.requests[i] for i in live])
@@ -293,6 +295,8 @@ class Scheduler:
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
+        if told is not None:
+            return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts)
         return StepTokens(step.step, row_map.ids, token_ids)
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:
