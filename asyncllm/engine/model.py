@@ -49,7 +49,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # for fields that a caller leaves open
-    constrain: Constrain = lambda params: None
+    constrain: Constrain | None = None  # in place of the constraints that structured outputs make
 
     def describe(self, name: str) -> ModelDescription:
         """What a user may know of it, under that name."""
