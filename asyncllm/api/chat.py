@@ -10,8 +10,8 @@ from asyncllm.api.answers import Answer, Collected, MakeAnswer, collect
 from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, stop_reason, usage_body
 from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
 from asyncllm.api.errors import InvalidRequest, openai_body
-from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import check_time, failure
+from asyncllm.api.exchange import Reply, json_reply
+from asyncllm.api.generation import Generation, failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
 from asyncllm.api.parameters import structured_output
@@ -19,7 +19,7 @@ from asyncllm.api.protocol.chat import ChatRequest
 from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import DONE
 from asyncllm.engine.async_engine import TokenStream
-from asyncllm.results import Choice
+from asyncllm.results import Choice, Completion
 
 
 async def create_chat_completion(serving: Serving, call: Call) -> Reply:
@@ -27,30 +27,19 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
     body: ChatRequest = call.body
     model = serving.name(body.model)
     job = _job(serving, call, body)
-    ticket = serving.enter(job.params.n)
-    stream = job.stream(serving)
     head = {
         "id": identifier("chatcmpl-"),
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": model,
     }
-    try:
-        if not body.stream:
-            return json_reply(await _collected(head, job, body, stream, serving))
-        await stream.start()
-        make_answer = await job.answer_maker(serving, stream.prompt_token_ids)
-    except BaseException:
-        ticket.release()
-        await stream.aclose()
-        raise
-    finally:
-        if not body.stream:
-            ticket.release()
-    reply = event_reply(_events(_chunks(head, job, body, stream, make_answer), job, stream))
-    reply.held.callback(ticket.release)
-    reply.held.push_async_callback(stream.aclose)
-    return reply
+    generation = job.generation(serving)
+    if not body.stream:
+        (done,) = await generation.completions()
+        make_answer = await job.answer_maker(serving, done.prompt_token_ids)
+        return json_reply(_collected(head, body, done, make_answer))
+    make_answer = await job.start(serving, generation)
+    return generation.reply(_events(_chunks(head, job, body, generation.streams[0], make_answer), generation))
 
 
 def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -88,13 +77,7 @@ def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
     )
 
 
-async def _collected(
-    head: dict[str, Any], job: ChatJob, body: ChatRequest, stream: TokenStream, serving: Serving
-) -> dict[str, Any]:
-    done = await stream.result()
-    for each in done.choices:
-        check_time(each.finish_reason, server_limits=job.server_limits)
-    make_answer = await job.answer_maker(serving, done.prompt_token_ids)
+def _collected(head: dict[str, Any], body: ChatRequest, done: Completion, make_answer: MakeAnswer) -> dict[str, Any]:
     answer = head | {
         "choices": [_choice(make_answer(), body, each) for each in done.choices],
         "usage": usage_body(done.usage),
@@ -152,14 +135,13 @@ def _chunks(
     )
 
 
-async def _events(chunks: ChatChunks, job: ChatJob, stream: TokenStream) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: ChatChunks, generation: Generation) -> AsyncGenerator[bytes, None]:
     try:
-        async for delta in stream:
+        async for delta in generation.streams[0]:
             text = chunks.render(delta)
-            if delta.finish_reason is not None:
-                check_time(delta.finish_reason, server_limits=job.server_limits)
-                if delta.usage is not None:
-                    text += chunks.usage(delta.usage) + DONE
+            generation.seen(delta)
+            if delta.usage is not None:
+                text += chunks.usage(delta.usage) + DONE
             if text:
                 yield text.encode()
     except Exception as error:

@@ -8,11 +8,12 @@ from typing import Any
 
 from asyncllm.api.answers import AnswerFormat, MakeAnswer
 from asyncllm.api.errors import InvalidRequest
+from asyncllm.api.generation import Generation
 from asyncllm.api.parameters import request_options, sampling_params, server_limits
 from asyncllm.api.protocol.chat import ChatMessage, NamedTool
 from asyncllm.api.protocol.fields import RequestFields, SamplingFields, Tool
 from asyncllm.api.serving import Call, Serving
-from asyncllm.engine.async_engine import RequestOptions, TokenStream
+from asyncllm.engine.async_engine import RequestOptions
 from asyncllm.outputs.tool_calls import TOOL_FORMATS, ToolDefinition, read_tools, tool_choice_grammar
 from asyncllm.params import SamplingParams
 from asyncllm.structured import StructuredOutput
@@ -55,9 +56,20 @@ class ChatJob:
     format: AnswerFormat
     server_limits: bool  # the deadline is the server's own
 
-    def stream(self, serving: Serving) -> TokenStream:
-        """Not started."""
-        return serving.engine.stream(list(self.messages), self.params, **self.options)
+    def generation(self, serving: Serving) -> Generation:
+        """Not started. Raises 429 and 503."""
+        ticket = serving.enter(self.params.n)
+        stream = serving.engine.stream(list(self.messages), self.params, **self.options)
+        return Generation(serving, [stream], ticket, server_limits=self.server_limits)
+
+    async def start(self, serving: Serving, generation: Generation) -> MakeAnswer:
+        """Submit for a stream of events; says how the answers are taken apart."""
+        await generation.start()
+        try:
+            return await self.answer_maker(serving, generation.streams[0].prompt_token_ids)
+        except BaseException:
+            await generation.abandon()
+            raise
 
     async def answer_maker(self, serving: Serving, prompt_token_ids: Sequence[int]) -> MakeAnswer:
         """How the answers to this prompt are taken apart."""

@@ -11,14 +11,13 @@ from asyncllm.api.chat_chunks import finish_reason, stop_reason, usage_body
 from asyncllm.api.completion_chunks import CompletionChunks
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import check_time, failure, merged
+from asyncllm.api.generation import Generation, failure, merged
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from asyncllm.api.parameters import request_options, sampling_params, server_limits, structured_output
 from asyncllm.api.protocol.completions import CompletionRequest
-from asyncllm.api.serving import Call, Serving, all_of
+from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import DONE, data
-from asyncllm.engine.async_engine import TokenStream
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion, Usage
 
@@ -47,23 +46,19 @@ async def create_completion(serving: Serving, call: Call) -> Reply:
         if index:
             options["request_id"] = f"{base}-{index}"
         streams.append(serving.engine.stream(prompt, job.params, **options))
+    generation = Generation(serving, streams, ticket, server_limits=job.server_limits)
     # An echo with its log probabilities is complete only when the prompt was computed: it goes out in one piece.
     if body.stream and not (body.echo and body.logprobs is not None):
+        await generation.start()
         try:
             echoes = await _echoes(serving, job)
-            await all_of([stream.start() for stream in streams])
         except BaseException:
-            ticket.release()
+            await generation.abandon()
             raise
-        reply = event_reply(_events(job, streams, echoes))
-        reply.held.callback(ticket.release)
-        for stream in streams:
-            reply.held.push_async_callback(stream.aclose)
-        return reply
-    try:
-        choices, usage = await _collected(serving, job, streams)
-    finally:
-        ticket.release()
+        return generation.reply(_events(job, generation, echoes))
+    done = await generation.completions()
+    choices = await _choices(serving, job, done)
+    usage = _sum([completion.usage for completion in done])
     if body.stream:
         return event_reply(_late_events(job, choices, usage))
     return json_reply(job.head | {"choices": choices, "usage": usage_body(usage), "system_fingerprint": None})
@@ -119,24 +114,20 @@ async def _echoes(serving: Serving, job: _Job) -> list[str]:
     ]
 
 
-async def _collected(
-    serving: Serving, job: _Job, streams: Sequence[TokenStream]
-) -> tuple[list[dict[str, Any]], Usage]:
-    done = await all_of([stream.result() for stream in streams])
+async def _choices(serving: Serving, job: _Job, done: Sequence[Completion]) -> list[dict[str, Any]]:
     echoes = await _echoes(serving, job)
     choices = []
     for position, (completion, echo) in enumerate(zip(done, echoes, strict=True)):
         first = ""
         if job.body.echo and job.body.logprobs is not None and completion.prompt_token_ids:
             first = await serving.engine.detokenize(completion.prompt_token_ids[:1], skip_special_tokens=False)
-        choices += _choices(job, position, completion, echo, first)
-    return choices, _sum([completion.usage for completion in done])
+        choices += _answers(job, position, completion, echo, first)
+    return choices
 
 
-def _choices(job: _Job, position: int, done: Completion, echo: str, first: str) -> list[dict[str, Any]]:
+def _answers(job: _Job, position: int, done: Completion, echo: str, first: str) -> list[dict[str, Any]]:
     body, answers = job.body, []
     for choice in done.choices:
-        check_time(choice.finish_reason, server_limits=job.server_limits)
         logprobs = None
         if body.logprobs is not None:
             layout = CompletionLogprobs()
@@ -165,8 +156,8 @@ def _sum(usages: Sequence[Usage]) -> Usage:
     )
 
 
-async def _events(job: _Job, streams: Sequence[TokenStream], echoes: Sequence[str]) -> AsyncGenerator[bytes, None]:
-    body, n = job.body, job.params.n
+async def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> AsyncGenerator[bytes, None]:
+    body, n, streams = job.body, job.params.n, generation.streams
     options = body.stream_options
     include_usage = bool(options and options.include_usage)
     chunks = CompletionChunks(
@@ -183,8 +174,7 @@ async def _events(job: _Job, streams: Sequence[TokenStream], echoes: Sequence[st
             text = ""
             for position, delta in batch:
                 text += chunks.render(position * n + delta.index, delta)
-                if delta.finish_reason is not None:
-                    check_time(delta.finish_reason, server_limits=job.server_limits)
+                generation.seen(delta, position)
                 if delta.usage is not None:
                     usages.append(delta.usage)
             if len(usages) == len(streams):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from asyncllm import __version__
+from asyncllm.api.engine_events import engine_events
 from asyncllm.api.errors import ApiError
-from asyncllm.api.exchange import Reply, json_reply
+from asyncllm.api.exchange import Reply, event_reply, json_reply
+from asyncllm.api.page_files import page_files
 from asyncllm.api.serving import Call, Serving
 from asyncllm.metrics import EngineState
 
@@ -50,6 +52,24 @@ async def version(serving: Serving, call: Call) -> Reply:
     return json_reply({"version": __version__})
 
 
-async def not_here(serving: Serving, call: Call) -> Reply:
-    """An endpoint that this app does not have."""
-    raise ApiError(404, "There is no such path here.", code="not_found")
+async def metrics(serving: Serving, call: Call) -> Reply:
+    """For Prometheus."""
+    body, content_type = serving.metrics.render(serving.engine.statistics(), call.headers.get("accept", ""))
+    return Reply(body=body, content_type=content_type)
+
+
+async def watch_engine(serving: Serving, call: Call) -> Reply:
+    """The engine, seen live."""
+    serving.engine.statistics()  # raises where there is nothing to see
+    return event_reply(engine_events(serving.engine, serving.metrics))
+
+
+async def show_page(serving: Serving, call: Call) -> Reply:
+    """The page, or a file of it. Holds no secret; it asks for the key itself."""
+    path = f"/page/{call.parameters['file']}" if "file" in call.parameters else "/"
+    file = page_files().get(path) if serving.settings.page else None
+    if file is None:
+        raise ApiError(404, "There is no such path here.", code="not_found")
+    if call.headers.get("if-none-match") == file.headers["etag"]:
+        return Reply(304, headers=dict(file.headers))
+    return Reply(body=file.body, content_type=file.content_type, headers=dict(file.headers))

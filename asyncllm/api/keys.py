@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
@@ -34,21 +32,16 @@ class ApiKeys:
                 401,
                 "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
-                headers={"www-authenticate": 'Basic realm="asyncllm"'},  # so that a browser asks for it
+                headers={"www-authenticate": "Bearer"},
             )
         return hashlib.sha256(b"cache salt" + found).hexdigest()[:32]
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:
-    """From `x-api-key` (Anthropic's clients), a bearer token, or the password of basic authentication (browsers)."""
+    """From `x-api-key`, which Anthropic's clients send, or a bearer token."""
     if key := headers.get("x-api-key"):
         return key
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
-            return ""
     return ""

@@ -8,14 +8,14 @@ from typing import Any
 from asyncllm.api.answers import Answer
 from asyncllm.api.chat_job import ChatJob, Tools, chat_job, make_tools
 from asyncllm.api.errors import InvalidRequest, anthropic_body
-from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import check_time, failure
+from asyncllm.api.exchange import Reply, json_reply
+from asyncllm.api.generation import Generation, failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.message_writer import MessageWriter
 from asyncllm.api.protocol.messages import CountRequest, MessageBlock, MessageParam, MessagesRequest
 from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import compact, named
-from asyncllm.engine.async_engine import TokenStream
+from asyncllm.results import Completion
 from asyncllm.structured import StructuredOutput
 
 
@@ -24,8 +24,6 @@ async def create_message(serving: Serving, call: Call) -> Reply:
     body: MessagesRequest = call.body
     model = serving.name(body.model)
     job = _job(serving, call, body)
-    ticket = serving.enter(1)
-    stream = job.stream(serving)
     writer = MessageWriter(
         {
             "id": identifier("msg_"),
@@ -38,22 +36,13 @@ async def create_message(serving: Serving, call: Call) -> Reply:
             "usage": {},
         }
     )
-    try:
-        if not body.stream:
-            return json_reply(await _collected(serving, job, writer, stream))
-        await stream.start()
-        make_answer = await job.answer_maker(serving, stream.prompt_token_ids)
-    except BaseException:
-        ticket.release()
-        await stream.aclose()
-        raise
-    finally:
-        if not body.stream:
-            ticket.release()
-    reply = event_reply(_events(job, writer, stream, make_answer()))
-    reply.held.callback(ticket.release)
-    reply.held.push_async_callback(stream.aclose)
-    return reply
+    generation = job.generation(serving)
+    if not body.stream:
+        (done,) = await generation.completions()
+        make_answer = await job.answer_maker(serving, done.prompt_token_ids)
+        return json_reply(_collected(writer, done, make_answer()))
+    make_answer = await job.start(serving, generation)
+    return generation.reply(_events(writer, generation, make_answer()))
 
 
 async def count_tokens(serving: Serving, call: Call) -> Reply:
@@ -150,30 +139,23 @@ def _text(content: str | Sequence[MessageBlock], where: str) -> str:
     return "".join(block.text or "" for block in content)
 
 
-async def _collected(
-    serving: Serving, job: ChatJob, writer: MessageWriter, stream: TokenStream
-) -> dict[str, Any]:
-    done = await stream.result()
-    check_time(done.finish_reason, server_limits=job.server_limits)
-    answer = (await job.answer_maker(serving, done.prompt_token_ids))()
+def _collected(writer: MessageWriter, done: Completion, answer: Answer) -> dict[str, Any]:
     writer.push(answer.push(done.text))
     writer.push(answer.flush())
     writer.end(done.finish_reason, done.stop_reason, done.usage)
     return writer.message
 
 
-async def _events(
-    job: ChatJob, writer: MessageWriter, stream: TokenStream, answer: Answer
-) -> AsyncGenerator[bytes, None]:
+async def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+    stream = generation.streams[0]
     try:
         yield writer.begin(len(stream.prompt_token_ids)).encode()
         async for delta in stream:
             text = writer.push(answer.push(delta.text))
-            if delta.finish_reason is not None:
+            generation.seen(delta)
+            if delta.finish_reason is not None and delta.usage is not None:
                 text += writer.push(answer.flush())
-                check_time(delta.finish_reason, server_limits=job.server_limits)
-                if delta.usage is not None:
-                    text += writer.end(delta.finish_reason, delta.stop_reason, delta.usage)
+                text += writer.end(delta.finish_reason, delta.stop_reason, delta.usage)
             if text:
                 yield text.encode()
     except Exception as error:

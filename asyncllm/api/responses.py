@@ -11,8 +11,8 @@ from typing import Any
 from asyncllm.api.answers import Answer
 from asyncllm.api.chat_job import ChatJob, chat_job
 from asyncllm.api.errors import ApiError, InvalidRequest
-from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import check_time, failure
+from asyncllm.api.exchange import Reply, json_reply
+from asyncllm.api.generation import Generation, failure
 from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.fields import JsonSchemaFormat, ResponseFormat
 from asyncllm.api.protocol.responses import ResponseRequest
@@ -20,7 +20,7 @@ from asyncllm.api.response_input import answer_messages, input_items, input_mess
 from asyncllm.api.response_store import StoredResponse
 from asyncllm.api.response_writer import ResponseWriter
 from asyncllm.api.serving import Call, Serving
-from asyncllm.engine.async_engine import TokenStream
+from asyncllm.results import Completion
 from asyncllm.structured import StructuredOutput
 
 
@@ -37,24 +37,12 @@ class _Job:
 async def create_response(serving: Serving, call: Call) -> Reply:
     """Make a response, at once or as a stream."""
     job = await _job(serving, call)
-    ticket = serving.enter(1)
-    stream = job.chat.stream(serving)
-    try:
-        if not job.body.stream:
-            return json_reply(await _collected(serving, call, job, stream))
-        await stream.start()
-        make_answer = await job.chat.answer_maker(serving, stream.prompt_token_ids)
-    except BaseException:
-        ticket.release()
-        await stream.aclose()
-        raise
-    finally:
-        if not job.body.stream:
-            ticket.release()
-    reply = event_reply(_events(serving, call, job, stream, make_answer()))
-    reply.held.callback(ticket.release)
-    reply.held.push_async_callback(stream.aclose)
-    return reply
+    generation = job.chat.generation(serving)
+    if not job.body.stream:
+        (done,) = await generation.completions()
+        return json_reply(await _collected(serving, call, job, done))
+    make_answer = await job.chat.start(serving, generation)
+    return generation.reply(_events(serving, call, job, generation, make_answer()))
 
 
 async def show_response(serving: Serving, call: Call) -> Reply:
@@ -158,9 +146,7 @@ def _response(body: ResponseRequest, model: str) -> dict[str, Any]:
     }
 
 
-async def _collected(serving: Serving, call: Call, job: _Job, stream: TokenStream) -> dict[str, Any]:
-    done = await stream.result()
-    check_time(done.finish_reason, server_limits=job.chat.server_limits)
+async def _collected(serving: Serving, call: Call, job: _Job, done: Completion) -> dict[str, Any]:
     answer = (await job.chat.answer_maker(serving, done.prompt_token_ids))()
     writer = job.writer
     writer.push(answer.push(done.text), done.choices[0].logprobs)
@@ -171,19 +157,17 @@ async def _collected(serving: Serving, call: Call, job: _Job, stream: TokenStrea
 
 
 async def _events(
-    serving: Serving, call: Call, job: _Job, stream: TokenStream, answer: Answer
+    serving: Serving, call: Call, job: _Job, generation: Generation, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
     writer = job.writer
     try:
         yield writer.begin().encode()
-        async for delta in stream:
+        async for delta in generation.streams[0]:
             text = writer.push(answer.push(delta.text), delta.logprobs)
-            if delta.finish_reason is not None:
-                text += writer.push(answer.flush())
-                check_time(delta.finish_reason, server_limits=job.chat.server_limits)
-                if delta.usage is not None:
-                    text += writer.end(delta.finish_reason, delta.usage)
-                    await _keep(serving, call, job)
+            generation.seen(delta)
+            if delta.finish_reason is not None and delta.usage is not None:
+                text += writer.push(answer.flush()) + writer.end(delta.finish_reason, delta.usage)
+                await _keep(serving, call, job)
             if text:
                 yield text.encode()
     except Exception as error:

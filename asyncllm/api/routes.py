@@ -141,5 +141,18 @@ ROUTES: tuple[Route, ...] = (
         method="GET", path="/health/ready", handler=information.ready, summary="Whether requests are welcome",
         public=True, response=Health,
     ),
+    Route(
+        method="GET", path="/metrics", handler=information.metrics, summary="For Prometheus",
+        content_type="text/plain",
+    ),
+    Route(
+        method="GET", path="/engine/events", handler=information.watch_engine, summary="The engine, seen live",
+        content_type="text/event-stream",
+    ),
+    Route(method="GET", path="/", handler=information.show_page, summary="The page", public=True, hidden=True),
+    Route(
+        method="GET", path="/page/{file}", handler=information.show_page, summary="A file of the page", public=True,
+        hidden=True,
+    ),
     Route(method="GET", path="/version", handler=information.version, summary="What runs here", response=Version),
 )  # fmt: skip

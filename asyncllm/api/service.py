@@ -99,7 +99,7 @@ class Service:
             salt = self._keys.check(head.headers)
             self.serving.admission.check_open()
         body = None if match.route.request is None else await self._body(match, head, read_body, request_id)
-        return await match.route.handler(self.serving, Call(request_id, salt, match.parameters, body))
+        return await match.route.handler(self.serving, Call(request_id, salt, match.parameters, head.headers, body))
 
     async def _body(self, match: Match, head: Head, read_body: ReadBody, request_id: str) -> BaseModel:
         limit = self.serving.settings.max_body_bytes

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from asyncllm.api.admission import Admission, Ticket
 from asyncllm.api.errors import ApiError
 from asyncllm.api.response_store import ResponseStore
+from asyncllm.api.service_metrics import ServiceMetrics
 from asyncllm.api.settings import ApiSettings
 from asyncllm.engine.async_engine import AsyncEngine
 from asyncllm.metrics import ModelDescription
@@ -29,6 +30,7 @@ class Call:
     request_id: str
     salt: str | None  # of its API key
     parameters: Mapping[str, str]  # from the path
+    headers: Mapping[str, str]
     body: Any = None  # an instance of the route's request model
 
     @property
@@ -59,6 +61,11 @@ class Serving:
             return tuple(self.settings.model_names)
         path = PurePath(self.model.name)
         return (path.name if path.is_absolute() or path.suffix == ".gguf" else self.model.name,)
+
+    @cached_property
+    def metrics(self) -> ServiceMetrics:
+        """Of all requests that this app answers."""
+        return ServiceMetrics(self.names[0])
 
     @cached_property
     def tool_format(self) -> str | None:

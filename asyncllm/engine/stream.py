@@ -16,6 +16,9 @@ from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
+from asyncllm.metrics import RequestMetrics
+from asyncllm.results import Choice, Completion, PositionLogprobs, TokenDelta
+
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
 
@@ -50,6 +53,11 @@ class TokenStream:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The ids of the prompt; empty until the stream has started."""
         return tuple(self._mailbox.prompt.tolist())
+
+    def metrics(self) -> RequestMetrics | None:
+        """When the request reached each stage; None until it has ended."""
+        ending = self._mailbox.ending
+        return None if ending is None else ending.metrics
 
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,3 +97,10 @@ async def post(app: Any, path: str, body: Any, **headers: str) -> Answer:
 async def get(app: Any, path: str, **headers: str) -> Answer:
     """A GET."""
     return await request(app, "GET", path, headers=headers)
+
+
+async def until(reached: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for what no event tells of."""
+    async with asyncio.timeout(seconds):
+        while not reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)

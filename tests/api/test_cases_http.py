@@ -14,7 +14,7 @@ import pytest
 from asyncllm import AsyncEngine
 from asyncllm.api import create_asgi_app
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_piece_model, write_script_model, write_tiny_model
-from tests.api.asgi_client import get, post
+from tests.api.asgi_client import get, post, request
 from tests.api.conftest import MakeEngine
 
 CHAT = "/v1/chat/completions"
@@ -173,8 +173,6 @@ async def test_g24_a_large_body_holds_up_nobody(shadow_app: Any) -> None:
     ],
 )
 async def test_g25_errors_have_one_layout(shadow_app: Any, method: str, path: str, body: Any, status: int) -> None:
-    from tests.api.asgi_client import request
-
     answer = await request(shadow_app, method, path, body)
     assert answer.status == status
     error = answer.json["error"]
@@ -225,7 +223,7 @@ async def test_g27_shape_of_a_stream(shadow_app: Any, usage: bool) -> None:
 
 
 async def test_g28_tool_calls_streamed_and_whole(tmp_path: Path) -> None:
-    pieces = ["\n", "<tool_call>", '{"name": ', '"w", "arguments": ', '{"city": "Mün', 'ster", "n": 42}}', "</tool_call>"]
+    pieces = ["\n", "<tool_call>", '{"name": ', '"w", "arguments": ', '{"city": "Mün', 'ster", "n": 42}}', "</tool_call>"]  # noqa: E501
     model = write_piece_model(tmp_path, pieces, chat_template=CHAT_TEMPLATE + "{# <tool_call> #}")
     tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
     async with AsyncEngine(str(model.folder), device="cpu", num_blocks=64) as engine:
@@ -261,7 +259,7 @@ async def test_g35_message_shapes(tiny_app: Any, tiny_folder: Path) -> None:
     assert (await post(tiny_app, CHAT, {"messages": messages, "max_tokens": 1})).status == 200
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/x"}}]}]
     assert (await post(tiny_app, CHAT, {"messages": image, "max_tokens": 1})).status == 400
-    template = "{% for m in messages %}{% for k, v in m.tool_calls[0].function.arguments|items %}{{ k }}{% endfor %}{% endfor %}"
+    template = "{% for k, v in messages[0].tool_calls[0].function.arguments|items %}{{ k }}{% endfor %}"
     body = {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1, "chat_template": template}
     refused = await post(tiny_app, CHAT, body)
     assert refused.status == 400  # templates from requests are off

@@ -38,7 +38,7 @@ TOOL_FORMATS = {
         ToolFormat("qwen3_coder", read_qwen3_coder, ("<function=", "<parameter=")),
         ToolFormat("hermes", read_hermes, ("<tool_call>",)),
         ToolFormat("pythonic", read_pythonic, ("[func_name",), special_tokens=True),
-        ToolFormat("llama3_json", read_llama3_json, ('"parameters": dictionary',), special_tokens=True),
+        ToolFormat("llama3_json", read_llama3_json, ('"name": function name, "parameters":',), special_tokens=True),
     )
 }
 """By name."""
