@@ -19,7 +19,9 @@ logger = logging.getLogger("asyncllm.api")
 class Generation:
     """The streams of one request: their place in the queue, their metrics, and what is given back at the end."""
 
-    def __init__(self, serving: Serving, streams: Sequence[TokenStream], ticket: Ticket, *, server_limits: bool) -> None:
+    def __init__(
+        self, serving: Serving, streams: Sequence[TokenStream], ticket: Ticket, *, server_limits: bool
+    ) -> None:
         """`server_limits`: it is the server's timeout that their deadline stands for."""
         self.streams = streams
         self._ticket = ticket

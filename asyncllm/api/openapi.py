@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from asyncllm import __version__
-from asyncllm.api.exchange import Reply, json_reply
+from asyncllm.api.exchange import Reply, dump
 from asyncllm.api.protocol.fields import ErrorAnswer
 from asyncllm.api.routes import Route
 from asyncllm.api.serving import Call, Serving
@@ -17,10 +19,11 @@ from asyncllm.api.serving import Call, Serving
 
 def openapi_route(routes: Sequence[Route]) -> Route:
     """The route that serves the document of all the others."""
-    document = openapi_document(routes)
+    document = cache(lambda: dump(openapi_document(routes)))
 
     async def show(serving: Serving, call: Call) -> Reply:
-        return json_reply(document)
+        # Some tens of milliseconds, so not on the loop; and only where somebody asks.
+        return Reply(body=await asyncio.get_running_loop().run_in_executor(None, document))
 
     return Route(method="GET", path="/openapi.json", handler=show, summary="This document", hidden=True)
 

@@ -54,6 +54,7 @@ class TokenStream:
         """The ids of the prompt; empty until the stream has started."""
         return tuple(self._mailbox.prompt.tolist())
 
+    @property
     def metrics(self) -> RequestMetrics | None:
         """When the request reached each stage; None until it has ended."""
         ending = self._mailbox.ending
