@@ -88,6 +88,7 @@ class ModelDescription:
     device: str
     has_tokenizer: bool
     chat_template: str | None  # its Jinja source
+    tool_template: str | None  # of the one that serves requests with tools; mostly the same
 
     @property
     def cache_tokens(self) -> int:

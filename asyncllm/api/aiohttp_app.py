@@ -89,7 +89,9 @@ class _Shell:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         tail = "/" + request.match_info["path"]
-        headers = {name.lower(): value for name, value in reversed(request.headers.items())}
+        headers: dict[str, str] = {}
+        for name, value in request.headers.items():
+            headers.setdefault(name.lower(), value)
         prefix = request.path[: len(request.path) - len(tail)]
         head = Head(request.method, tail, headers, prefix)
 

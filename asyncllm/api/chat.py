@@ -26,7 +26,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
     """Answer a chat, at once or as a stream."""
     body: ChatRequest = call.body
     model = serving.name(body.model)
-    job = _job(serving, call, body)
+    job = await _job(serving, call, body)
     head = {
         "id": identifier("chatcmpl-"),
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -42,7 +42,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
     return generation.reply(_events(_chunks(head, job, body, generation.streams[0], make_answer), generation))
 
 
-def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
+async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     variables: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
             )
         variables["add_generation_prompt"] = body.add_generation_prompt
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return chat_job(
+    return await chat_job(
         serving,
         call,
         template_messages(body.messages),

@@ -14,6 +14,7 @@ from asyncllm.api.protocol.chat import ChatMessage, NamedTool
 from asyncllm.api.protocol.fields import RequestFields, SamplingFields, Tool
 from asyncllm.api.serving import Call, Serving
 from asyncllm.engine.async_engine import RequestOptions
+from asyncllm.outputs.reasoning import opens_in_prompt
 from asyncllm.outputs.tool_calls import TOOL_FORMATS, ToolDefinition, read_tools, tool_choice_grammar
 from asyncllm.params import SamplingParams
 from asyncllm.structured import StructuredOutput
@@ -101,7 +102,7 @@ def chat_tools(tools: Sequence[Tool] | None, choice: str | NamedTool | None, par
     return make_tools(given, choice=kind, name=name, parallel=parallel is not False)
 
 
-def chat_job(  # noqa: PLR0913  # all but the first three by keyword
+async def chat_job(  # noqa: PLR0913  # all but the first three by keyword
     serving: Serving,
     call: Call,
     messages: Sequence[Mapping[str, Any]],
@@ -123,23 +124,38 @@ def chat_job(  # noqa: PLR0913  # all but the first three by keyword
     if chat_template is not None and not settings.request_chat_templates:
         raise InvalidRequest("this server takes no chat templates from requests", param="chat_template")
     tool_format = serving.tool_format if tools.usable else None
-    if tools.usable and tools.forced:
-        if structured is not None:
-            raise InvalidRequest("an answer cannot be bound to a tool and to a response_format", param="tool_choice")
-        tool_format = tool_format or PLAIN_TOOL_FORMAT
-        structured = tool_choice_grammar(tool_format, tools.definitions, tools.name or "required", tools.parallel)
-    if tool_format is not None and TOOL_FORMATS[tool_format].special_tokens:
-        sampling = sampling.model_copy(update={"skip_special_tokens": False})  # else its tags are not in the text
     # What is bound from its first token on has no room for reasoning.
     reasoning_format = None if structured is not None else serving.reasoning_format
-    last = messages[-1] if continue_final_message else {}
-    continued = last.get("content")
     options = request_options(request, settings, call.salt)
     options["tools"] = list(tools.tools) if tools.usable else None
     options["chat_template_kwargs"] = dict(template_variables or {})
     options["continue_final_message"] = continue_final_message
     if chat_template is not None:
         options["chat_template"] = chat_template
+    continued = _continued(messages[-1]) if continue_final_message else ""
+    if tools.usable and tools.forced:
+        if structured is not None:
+            raise InvalidRequest("an answer cannot be bound to a tool and to a response_format", param="tool_choice")
+        tool_format = tool_format or PLAIN_TOOL_FORMAT
+        opened = False
+        if reasoning_format is not None:
+            prompt = await serving.engine.apply_chat_template(
+                list(messages),
+                tools=options["tools"],
+                chat_template_kwargs=options["chat_template_kwargs"],
+                continue_final_message=continue_final_message,
+            )
+            opened = opens_in_prompt(reasoning_format, prompt, continued)
+        structured = tool_choice_grammar(
+            tool_format,
+            tools.definitions,
+            tools.name or "required",
+            tools.parallel,
+            reasoning=reasoning_format,
+            opened=opened,
+        )
+    if tool_format is not None and TOOL_FORMATS[tool_format].special_tokens:
+        sampling = sampling.model_copy(update={"skip_special_tokens": False})  # else its tags are not in the text
     params = sampling_params(
         sampling,
         settings,
@@ -158,10 +174,15 @@ def chat_job(  # noqa: PLR0913  # all but the first three by keyword
             tool_calls=tool_format,
             tools=tools.definitions,
             parallel=tools.parallel,
-            continued=continued if isinstance(continued, str) else "",
+            continued=continued,
         ),
         server_limits=server_limits(request, settings),
     )
+
+
+def _continued(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -100,8 +100,8 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
     if not prompt:
         raise InvalidRequest("prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]  # ids: the schema lets nothing else stand beside an int
-    return prompt  # type: ignore[return-value]  # likewise
+        return [prompt]  # ids: the schema lets nothing else stand beside an int
+    return prompt
 
 
 async def _echoes(serving: Serving, job: _Job) -> list[str]:

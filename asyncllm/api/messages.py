@@ -23,7 +23,7 @@ async def create_message(serving: Serving, call: Call) -> Reply:
     """Answer a chat, at once or as a stream."""
     body: MessagesRequest = call.body
     model = serving.name(body.model)
-    job = _job(serving, call, body)
+    job = await _job(serving, call, body)
     writer = MessageWriter(
         {
             "id": identifier("msg_"),
@@ -56,7 +56,7 @@ async def count_tokens(serving: Serving, call: Call) -> Reply:
     return json_reply({"input_tokens": len(ids)})
 
 
-def _job(serving: Serving, call: Call, body: MessagesRequest) -> ChatJob:
+async def _job(serving: Serving, call: Call, body: MessagesRequest) -> ChatJob:
     chosen = body.output_format or (None if body.output_config is None else body.output_config.format)
     stops = body.stop_sequences
     budget = None if body.thinking is None else body.thinking.budget_tokens
@@ -64,7 +64,7 @@ def _job(serving: Serving, call: Call, body: MessagesRequest) -> ChatJob:
         "stop": body.stop if stops is None else stops,
         "thinking_token_budget": body.thinking_token_budget if budget is None else budget,
     })  # fmt: skip
-    return chat_job(
+    return await chat_job(
         serving,
         call,
         _messages(body),

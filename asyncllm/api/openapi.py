@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from asyncllm import __version__
@@ -56,7 +55,7 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, references: dict[tuple[type[BaseModel], Any], dict[str, Any]]) -> dict[str, Any]:
+def _operation(route: Route, references: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     error = {"content": {"application/json": {"schema": references[ErrorAnswer, "serialization"]}}}
     schema = {} if route.response is None else references[route.response, "serialization"]
     content: dict[str, Any] = {route.content_type: {"schema": schema}}

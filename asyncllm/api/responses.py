@@ -92,7 +92,7 @@ async def _job(serving: Serving, call: Call) -> _Job:
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
-    chat = chat_job(
+    chat = await chat_job(
         serving,
         call,
         [*instructions, *messages],

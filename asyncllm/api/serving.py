@@ -70,7 +70,7 @@ class Serving:
     @cached_property
     def tool_format(self) -> str | None:
         """How the model writes tool calls; None where that is not known."""
-        return _chosen(self.settings.tool_format, guess_tool_format, self.model.chat_template)
+        return _chosen(self.settings.tool_format, guess_tool_format, self.model.tool_template)
 
     @cached_property
     def reasoning_format(self) -> str | None:

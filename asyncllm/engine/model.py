@@ -65,6 +65,7 @@ class ServedModel:
             device=facts.device,
             has_tokenizer=self.tokenizer is not None,
             chat_template=None if template is None else template.source,
+            tool_template=None if template is None else template.tool_source,
         )
 
 

@@ -14,10 +14,8 @@ from asyncllm.engine import process
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
-from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
-
 from asyncllm.metrics import RequestMetrics
-from asyncllm.results import Choice, Completion, PositionLogprobs, TokenDelta
+from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
