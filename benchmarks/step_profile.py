@@ -26,6 +26,7 @@ _ROLES = {
     "_plan_kernel": "attention plan",
     "_tiles_kernel": "attention plan",
     "_token_output_kernel": "sampling",
+    "Memset": "memset",
     "_draw_kernel": "sampling",
     "_threshold_kernel": "sampling",
 }
@@ -78,6 +79,7 @@ class StepProfile:
     period: float | None  # of a step while nobody looks
     busy: float
     gaps: float  # between kernels of a step
+    longest_gaps: dict[str, float]  # the same, of those before some kinds of kernels: "after, before"
     between: float  # from the end of a step to the begin of the next
     roles: list[RoleTime]
 
@@ -93,6 +95,8 @@ def profile_steps(
     times: dict[str, float] = defaultdict(float)
     names: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     gaps = between = 0.0
+    before = "step layout"
+    places: dict[str, float] = defaultdict(float)
     reached = ordered[starts[0]].start
     for first, last in pairwise(starts):
         step = ordered[first:last]
@@ -102,9 +106,11 @@ def profile_steps(
                 between += gap
             else:
                 gaps += gap
+                places[f"{before}, {role}"] += gap
             times[role] += max(0.0, event.end - max(event.start, reached))
             names[role][event.name] += 1
             reached = max(reached, event.end)
+            before = role
     steps = len(starts) - 1
     work = least_work(config, load)
     roles = [
@@ -124,6 +130,7 @@ def profile_steps(
         period=period,
         busy=sum(times.values()) / steps,
         gaps=gaps / steps,
+        longest_gaps={place: gap / steps for place, gap in sorted(places.items(), key=lambda item: -item[1])[:6]},
         between=between / steps,
         roles=roles,
     )
