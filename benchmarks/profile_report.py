@@ -1,11 +1,14 @@
 """Writes `benchmarks/PROFILE.md` from what `benchmarks.gpu --profile` measured.
 
-    python -m benchmarks.profile_report
+    python -m benchmarks.profile_report [FILE ...]
+
+Without files, from all of `benchmarks/results/gpu-*.json`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -90,11 +93,11 @@ def report(results: Iterable[Path]) -> str:
     lines = [
         "# Where a step's time goes",
         "",
-        "Made by `python -m benchmarks.profile_report` from `benchmarks/results/gpu-*.json`. A kernel's time is what it",
-        "adds to the step: kernels overlap (programmatic dependent launch), so it counts from the end of all that began",
-        "before it. The limit is the larger of the bytes that must move, each once, over the "
-        f"{BANDWIDTH / 1e12:.2f} TB/s,",
-        f"and the operations over the {OPERATIONS / 1e12:.0f} TFLOP/s, that were measured on an H200. Under a long load of",
+        "Made by `python -m benchmarks.profile_report` of what `python -m benchmarks.gpu MODEL --profile` measured. A",
+        "kernel's time is what it adds to the step: kernels overlap (programmatic dependent launch), so it counts from",
+        "the end of all that began before it. The limit is the larger of two times, those of the bytes that must move,",
+        f"each once, at {BANDWIDTH / 1e12:.2f} TB/s, and of the operations at {OPERATIONS / 1e12:.0f} TFLOP/s, both as",
+        "measured on an H200; a weight that is read to the end passes the former by some percent. Under a long load of",
         "matrix products the GPU lowers its clock to stay within its power, and reaches some 700 TFLOP/s.",
         "",
     ]
@@ -111,7 +114,8 @@ def report(results: Iterable[Path]) -> str:
 
 def main() -> None:
     """Write the page."""
-    text = report(sorted((ROOT / "results").glob("gpu-*.json")))
+    files = [Path(each) for each in sys.argv[1:]] or sorted((ROOT / "results").glob("gpu-*.json"))
+    text = report(files)
     (ROOT / "PROFILE.md").write_text(text, encoding="utf-8")
 
 

@@ -52,14 +52,20 @@ def test_times_and_gaps_add_up(config: ModelConfig) -> None:
         events += [
             DeviceEvent("_step_layout_kernel", start, start + 10),
             DeviceEvent(FUSED, start + 8, start + 30),  # began while the one before ran
-            DeviceEvent("_draw_kernel", start + 34, start + 40),
+            DeviceEvent("_token_output_kernel", start + 34, start + 40),
+            DeviceEvent("_row_join_kernel", start + 70, start + 75),  # for the next step
         ]
     profile = profile_steps(reversed(events), config, LOAD, period=99.0)
     assert profile.steps == 2
-    assert (profile.busy, profile.gaps, profile.between) == (36.0, 4.0, 30.0)
+    assert (profile.busy, profile.gaps, profile.between) == (41.0, 4.0, 55.0)
     assert profile.longest_gaps == {"head, sampling": 4.0, "step layout, head": 0.0}
-    assert {role.role: role.microseconds for role in profile.roles} == {"step layout": 10, "head": 20, "sampling": 6}
-    assert [role.launches for role in profile.roles] == [1, 1, 1]
+    assert {role.role: role.microseconds for role in profile.roles} == {
+        "step layout": 10,
+        "head": 20,
+        "sampling": 6,
+        "row joins": 5,
+    }
+    assert [role.launches for role in profile.roles] == [1, 1, 1, 1]
 
 
 def test_needs_two_steps(config: ModelConfig) -> None:
