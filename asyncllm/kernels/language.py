@@ -19,8 +19,11 @@ try:
 except ModuleNotFoundError:
     TRITON_AVAILABLE = False
     triton = tl = TensorDescriptor = None
+    constexpr: Callable[[int], Any] = int
 else:
     TRITON_AVAILABLE = True
+    constexpr = tl.constexpr
+"""Makes a number of a module known to its kernels."""
 
 __all__ = [
     "TRITON_AVAILABLE",
@@ -28,6 +31,7 @@ __all__ = [
     "TensorDescriptor",
     "await_previous",
     "ceil_div",
+    "constexpr",
     "jit",
     "launch_next",
     "next_power_of_2",

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
+from asyncllm.kernels.uniform_linear import uniform_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import Placement, Slot
@@ -85,6 +86,14 @@ class KernelLinear(Linear):
         return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
 
 
+class UniformLinear(Linear):
+    """The same on a GPU, each row to the bit as if it were alone; the norm and the sum are kernels of their own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        return uniform_linear(x, self.weight, self.bias)
+
+
 class GatedLinear:
     """f(x Wg) · (x Wu): both products are one, and f is an activation."""
 
@@ -139,7 +148,8 @@ class KernelGatedLinear:
 
 def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> Linear:
     """The product in the form that suits `placement`."""
-    return (KernelLinear if placement.kernels else Linear)(in_features, parts, bias=bias, placement=placement)
+    form = (UniformLinear if placement.deterministic else KernelLinear) if placement.kernels else Linear
+    return form(in_features, parts, bias=bias, placement=placement)
 
 
 def make_gated_linear(
