@@ -193,6 +193,8 @@ def print_profile(name: str, profile: StepProfile) -> None:
         f"{name}: {period}profiled, {profile.steps} steps: kernels {profile.busy:.0f} µs, gaps {profile.gaps:.0f} µs, "
         f"between steps {profile.between:.0f} µs"
     )
+    if profile.gaps > 100:
+        print("  gaps:", ", ".join(f"{gap:.0f} µs ({place})" for place, gap in profile.longest_gaps.items()))
     for role in profile.roles:
         limit = "" if role.limit is None else f"{role.limit / role.microseconds:5.0%} of the limit"
         print(f"  {role.microseconds:9.1f} µs {role.launches:6.1f} x {role.role:20} {limit:20} {role.kernels[0][:60]}")

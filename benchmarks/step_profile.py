@@ -17,6 +17,7 @@ from asyncllm.models.configuration import ModelConfig
 BANDWIDTH = 4.45e12  # bytes a second that an H200 reads, measured
 OPERATIONS = 788e12  # of bfloat16 a second in a matrix product on random numbers, measured
 _FIRST = "_step_layout_kernel"
+_LAST = "_token_output_kernel"
 _PRODUCTS = ("_vector_kernel", "_tile_kernel", "nvjet", "cutlass", "gemm", "gemv", "sm90_", "sm80_")
 _ROLES = {
     "_rms_norm_kernel": "norms",
@@ -26,6 +27,9 @@ _ROLES = {
     "_plan_kernel": "attention plan",
     "_tiles_kernel": "attention plan",
     "_token_output_kernel": "sampling",
+    "_row_join_kernel": "row joins",
+    "Memset": "counters",
+    "fill": "counters",
     "_draw_kernel": "sampling",
     "_threshold_kernel": "sampling",
 }
@@ -78,6 +82,7 @@ class StepProfile:
     period: float | None  # of a step while nobody looks
     busy: float
     gaps: float  # between kernels of a step
+    longest_gaps: dict[str, float]  # the same, of those before some kinds of kernels: "after, before"
     between: float  # from the end of a step to the begin of the next
     roles: list[RoleTime]
 
@@ -93,18 +98,24 @@ def profile_steps(
     times: dict[str, float] = defaultdict(float)
     names: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     gaps = between = 0.0
+    before, ended = "", False
+    places: dict[str, float] = defaultdict(float)
     reached = ordered[starts[0]].start
     for first, last in pairwise(starts):
         step = ordered[first:last]
         for event, role in zip(step, roles_of([event.name for event in step]), strict=True):
             gap = max(0.0, event.start - reached)
-            if event.name == _FIRST:
+            if ended:  # what is launched for the next step comes before its layout
                 between += gap
-            else:
+            elif event.name != _FIRST:
                 gaps += gap
+                places[f"{before}, {role}"] += gap
             times[role] += max(0.0, event.end - max(event.start, reached))
             names[role][event.name] += 1
-            reached = max(reached, event.end)
+            reached, before = max(reached, event.end), role
+            ended = ended or event.name == _LAST
+        between += max(0.0, ordered[last].start - reached)
+        reached, ended = max(reached, ordered[last].start), False
     steps = len(starts) - 1
     work = least_work(config, load)
     roles = [
@@ -124,6 +135,7 @@ def profile_steps(
         period=period,
         busy=sum(times.values()) / steps,
         gaps=gaps / steps,
+        longest_gaps={place: gap / steps for place, gap in sorted(places.items(), key=lambda item: -item[1])[:6]},
         between=between / steps,
         roles=roles,
     )

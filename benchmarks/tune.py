@@ -4,8 +4,8 @@
 
 The models are folders of `benchmarks/models`; of a table that is there already, other entries stay. Each product is
 timed as a step does it, from a CUDA graph over weights that no cache holds: the library's with the kernels that it
-needs beside it, and ours with as many tilings as make sense, each checked first. Beside the table, all times go to
-`benchmarks/results/products-DEVICE.json`.
+needs beside it, and ours with as many tilings as make sense, each checked first. Beside the table, the best times
+go to `benchmarks/results/products-DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def main() -> None:
                     "product": astuple(product),
                     "rows": rows,
                     "library": timings[0].microseconds,
-                    "ours": [(each.microseconds, astuple(each.tiling)) for each in timings[1:] if each.tiling],
+                    "ours": [(each.microseconds, astuple(each.tiling)) for each in timings[1:7] if each.tiling],
                 }
             )
             limit = product.weight_bytes / 4.45e6
