@@ -74,7 +74,6 @@ class Variant:
 def variants(shape: AttentionShape, dtype: torch.dtype) -> Iterator[Variant]:
     """The default, and what could be better."""
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     small, _ = default_tilings(shape, dtype, multiprocessors=count, descriptors=True)
     yield Variant("default", small)
     if dtype.itemsize == 1:

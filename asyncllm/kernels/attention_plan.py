@@ -80,8 +80,8 @@ class Tiling:
     def room(self, tiles: int, *, small: bool) -> int:
         """The units, a KV head, that so many tiles are cut into at most.
 
-        One or two long small tiles have two parts on each multiprocessor. More are cut finer, so that no multiprocessor
-        is idle at the end, but not where they are many enough as they are: a program that finds no unit costs some time.
+        One or two long small tiles have two parts on each multiprocessor. More are cut finer, so that none is idle at
+        the end, but not where they are many enough as they are: a program that finds no unit costs some time.
         """
         if not small:
             return tiles + 3 * self.share

@@ -12,6 +12,7 @@ import torch
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.execution import cuda_loading
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.layers.paged_attention import PagedBatch
 from asyncllm.models.forward_batch import ForwardBatch
 from asyncllm.models.llama import Llama
 from asyncllm.testing.tiny_models import write_tiny_model
@@ -46,7 +47,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     def keep_sums(model: Llama, batch: ForwardBatch) -> torch.Tensor:
         logits = forward(model, batch)
         sampled = torch.arange(len(logits), device="cuda") if batch.sampled is None else batch.sampled.long()
-        seeds = made[-1].settings.seed[batch.attention[0].rows[sampled].long()]
+        group = batch.attention[0]
+        assert isinstance(group, PagedBatch)
+        seeds = made[-1].settings.seed[group.rows[sampled].long()]
         weights = torch.arange(1, logits.shape[1] + 1, device=logits.device)
         table[seeds % 16, batch.positions[sampled].long()] = (logits.view(torch.int16).long() * weights).sum(dim=1)
         return logits
