@@ -93,10 +93,10 @@ class StarvedRequest(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
 
-        def plan_waiting(draft: StepDraft, now: float) -> None:
+        def plan_waiting(draft: StepDraft) -> None:
             for request in list(self._roster._waiting):
                 if self._rows.free and draft.budget:
-                    self._planner._admit(request, 0, draft, now)
+                    self._planner._admit(request, 0, draft)
 
         replace(self._planner, "_plan_waiting", plan_waiting)
 
