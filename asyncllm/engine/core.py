@@ -35,7 +35,7 @@ from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, RequestError, RequestFailed
-from asyncllm.metrics import EngineStatistics
+from asyncllm.metrics import EngineStatistics, Inspection
 from asyncllm.results import FinishReason
 
 logger = logging.getLogger("asyncllm")
@@ -124,18 +124,20 @@ class Core:
             rows_used=counts.rows_used,
             blocks_total=counts.blocks_total,
             blocks_used=counts.blocks_used,
-            blocks_cached=counts.blocks_cached,
-            blocks_free=counts.blocks_free,
+            blocks_cached=counts.blocks_cached, blocks_free=counts.blocks_free,
             prompt_tokens=counts.prompt_tokens,
             prompt_tokens_cached=counts.prompt_tokens_cached,
             tokens_generated=self._delivery.tokens,
             tokens_computed=counts.tokens_computed,
-            requests_finished=live.finished,
-            requests_aborted=live.aborted,
+            requests_finished=live.finished, requests_aborted=live.aborted,
             preemptions=counts.preemptions,
             memory_bytes=dict(self._model.facts.memory_bytes),
             step_times=self._pipeline.times(),
-        )
+        )  # fmt: skip
+
+    def inspect(self, limit: int) -> Inspection:
+        """What is held now, block by block, and the oldest requests."""
+        return Inspection(self._scheduler.cache.pool.states(), self._live.views(limit))
 
     # --- turns ---
 
