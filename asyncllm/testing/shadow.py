@@ -363,8 +363,7 @@ class ShadowDevice:
             self._writers[blocks, slots] = row.incarnation
 
     def _check_reads(self, work: _Work, step: int) -> None:
-        """Every position that the work attends to, its own included, holds the row's history, and nobody else has
-        written there since the row got the block."""
+        """What the work attends to, itself included, is the row's history; nobody else wrote there meanwhile."""
         row = work.row
         for g, group in enumerate(self.config.groups):
             positions = np.arange(_first_read(group, work.start), work.end)

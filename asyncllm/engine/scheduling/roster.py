@@ -202,7 +202,8 @@ class Roster:
         """Raise AssertionError where phases, queue and blocks contradict each other."""
         self._waiting.check_integrity()
         self._deadlines.check_integrity()
-        waiting, draining, deadlines, following = set(), set(), set(), set()
+        waiting, draining, deadlines = set(), set(), set()
+        following: set[int] = set()
         stop_ids: Counter[int] = Counter()
         for request in self._requests.values():
             phase, spec = request.phase, request.spec
