@@ -14,7 +14,7 @@ from asyncllm.engine.guide_work import GuideWork
 from asyncllm.engine.live_requests import Branch, LiveRequests, Request
 from asyncllm.engine.scheduling.reports import StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import RequestError, RequestFailed
 from asyncllm.results import FinishReason
 
 
@@ -27,7 +27,7 @@ class Guidance:
         live: LiveRequests,
         delivery: Delivery,
         work: GuideWork,
-        fail: Callable[[Request, RequestFailed], object],
+        fail: Callable[[Request, RequestError], object],
     ) -> None:
         self._scheduler = scheduler
         self._live = live
@@ -66,7 +66,9 @@ class Guidance:
             if branch.mailbox.done:
                 continue
             if isinstance(answer.word, Exception):
-                failure = RequestFailed.caused("what constrains this request failed", answer.word)
+                failure = answer.word
+                if not isinstance(failure, RequestError):
+                    failure = RequestFailed.caused("what constrains this request failed", failure)
                 self._fail(branch.request, failure)
             else:
                 self._pass_on(branch, answer.word)

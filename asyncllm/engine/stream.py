@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,8 @@ from asyncllm.engine.choice_reader import ChoiceReader
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
-from asyncllm.results import Completion, PositionLogprobs, TokenDelta
+from asyncllm.metrics import RequestMetrics
+from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
@@ -36,6 +38,7 @@ class TokenStream:
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
         self._submission: Submission | None = submission  # until submitted
+        self._structured = submission.params.structured_output
         self._hand_over = submit
         self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
         self._pid = process.pid  # likewise
@@ -48,6 +51,12 @@ class TokenStream:
     def request_id(self) -> str:
         """The name that `AsyncEngine.abort()` knows the request by."""
         return self._mailbox.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """When the request reached each stage; None until it has ended."""
+        ending = self._mailbox.ending
+        return None if ending is None else ending.metrics
 
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
@@ -106,7 +115,7 @@ class TokenStream:
         self._finish()
         return Completion(
             request_id=mailbox.request_id,
-            choices=tuple([reader.choice() for reader in self._choices]),
+            choices=tuple([self._outcome(reader.choice()) for reader in self._choices]),
             usage=mailbox.ending.usage,
             prompt_token_ids=tuple(mailbox.prompt.tolist()),
             metrics=mailbox.ending.metrics,
@@ -205,6 +214,17 @@ class TokenStream:
         if len(readers) == 1:  # whose end is told with the request's, which follows at once
             return readers[0].unread and readers[0].box.end is None
         return any(reader.unread or reader.box.end is not None for reader in readers)
+
+    def _outcome(self, choice: Choice) -> Choice:
+        """With what `Choice.parsed` gives, or the error that it raises."""
+        if self._structured is None or choice.finish_reason is not FinishReason.STOP:
+            return choice
+        if isinstance(choice.stop_reason, str):
+            return choice
+        try:
+            return replace(choice, outcome=self._structured.parse(choice.text))
+        except ValueError as error:
+            return replace(choice, outcome=error)
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox
