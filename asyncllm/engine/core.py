@@ -42,6 +42,7 @@ logger = logging.getLogger("asyncllm")
 
 Result = TypeVar("Result")
 
+
 class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
