@@ -113,5 +113,5 @@ def _positive(name: str, value: object) -> None:
 
 
 def read_environment(names: Iterable[str]) -> dict[str, str]:
-    """The texts of `ASYNCLLM_NAME` by name, for those of these names that are set. For commands: no engine reads any."""
+    """The texts of `ASYNCLLM_NAME` by name, for those of these names that are set. For commands only."""
     return {name: value for name in names if (value := os.environ.get(f"ASYNCLLM_{name.upper()}")) is not None}

@@ -42,8 +42,8 @@ def settings(*arguments: str) -> ServeSettings:
 def test_flags_before_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
-        'model = "from-file"\n[engine]\nmax_num_seqs = 3\nnum_blocks = 30\n[api]\napi_keys = ["a", "b"]\nmax_queue = 5\n'
-        "[server]\nport = 1111\n"
+        'model = "from-file"\n[engine]\nmax_num_seqs = 3\nnum_blocks = 30\n'
+        '[api]\napi_keys = ["a", "b"]\nmax_queue = 5\n[server]\nport = 1111\n'
     )
     monkeypatch.setenv("ASYNCLLM_MAX_QUEUE", "6")
     monkeypatch.setenv("ASYNCLLM_NUM_BLOCKS", "60")
