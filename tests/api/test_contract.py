@@ -1,4 +1,4 @@
-"""Requests that nobody would write: made from the OpenAPI document, and of random bytes. None brings the server down."""
+"""Requests that nobody would write, made from the OpenAPI document and of random bytes: none brings anything down."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from asyncllm.api import create_asgi_app
 from tests.api.asgi_client import request
 from tests.api.conftest import MakeEngine
 from tests.api.servers import Running, running
@@ -74,8 +75,6 @@ def test_two_thousand_cases_of_the_document(limited: Running) -> None:
 
 
 async def test_random_bytes(shadow: MakeEngine) -> None:
-    from asyncllm.api import create_asgi_app
-
     chance = random.Random(7)
     paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
     async with shadow() as engine:
