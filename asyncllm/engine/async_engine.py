@@ -165,8 +165,7 @@ class AsyncEngine:
         from now; a request that is not done by then ends with `finish_reason="deadline"`. `cache_salt`: cached
         prefixes are shared only with requests of the same salt. `tools`, `chat_template_kwargs` and
         `continue_final_message` are for the chat template; `chat_template` is one to use in place of the model's.
-        Raises `InvalidParamsError`; what is wrong with the prompt, or with a grammar, is raised when the stream is
-        used.
+        Raises `InvalidParamsError`; what is wrong with the prompt or a grammar is raised when the stream is used.
         """
         if params is None or isinstance(params, StructuredOutput):
             params = SamplingParams(structured_output=params)
