@@ -81,7 +81,7 @@ class Tiling:
         """The units, a KV head, that so many tiles are cut into at most.
 
         One or two long small tiles have two parts on each multiprocessor. More are cut finer, so that no multiprocessor
-        is idle at the end, but not where they are many enough as they are: a program that finds no unit costs some time.
+        is idle at the end, but not where they are many enough as they are: a program that finds no unit costs time.
         """
         if not small:
             return tiles + 3 * self.share
