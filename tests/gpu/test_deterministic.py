@@ -40,8 +40,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     made: list[DeviceRows] = []
     forward = Llama.forward
 
-    def make_rows(*arguments: Any) -> DeviceRows:
-        made.append(DeviceRows(*arguments))
+    def make_rows(*arguments: Any, **named: Any) -> DeviceRows:
+        made.append(DeviceRows(*arguments, **named))
         return made[-1]
 
     def keep_sums(model: Llama, batch: ForwardBatch) -> torch.Tensor:
