@@ -28,7 +28,7 @@ from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
-from asyncllm.metrics import EngineStatistics
+from asyncllm.metrics import EngineStatistics, Inspection
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion
 
@@ -233,6 +233,13 @@ class AsyncEngine:
     def statistics(self) -> EngineStatistics:
         """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""
         return self._core().statistics()
+
+    async def inspect(self, limit: int = 64) -> Inspection:
+        """What each block of the cache is, and the `limit` oldest requests: a view of the engine for people, once a
+        second or so."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        return self._core().inspect(limit)
 
     def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Hand a request to the engine. Returns what abandons it, which takes no lock."""

@@ -15,7 +15,7 @@ from asyncllm.engine.preparation import ChatOptions, Prepared, Submission
 from asyncllm.engine.request_text import RequestText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
-from asyncllm.metrics import RequestMetrics
+from asyncllm.metrics import RequestMetrics, RequestView
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 from asyncllm.results import FinishReason, Usage
@@ -104,6 +104,20 @@ class LiveRequests:
     def get(self, request: int) -> Request | None:
         """The request, unless its end is past and its blocks are free."""
         return self._requests.get(request)
+
+    def views(self, limit: int) -> tuple[RequestView, ...]:
+        """The oldest requests, at most `limit`. From any thread."""
+        now = clock()
+        return tuple(
+            RequestView(
+                number=request.id,
+                stage=request.mailbox.stage.name.lower(),
+                age=now - request.arrival,
+                prompt_tokens=len(request.mailbox.prompt),
+                generated_tokens=len(request.mailbox.ids),
+            )
+            for request in list(self._requests.values())[:limit]
+        )
 
     def named(self, request_id: str) -> Request | None:
         """The request that has not ended and carries this id."""

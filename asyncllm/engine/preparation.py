@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.engine.guide import Guide
 from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
@@ -63,6 +64,7 @@ class Prepared:
     detokenizer: TextStream | None
     matcher: StopMatcher | None
     logprobs: LogprobReader
+    guide: Guide | None = None  # of a late request
 
     def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
         """What the scheduler is told. `max_tokens` of 0 is scheduled for the prompt's sake alone, and samples a token
@@ -107,15 +109,30 @@ class Preparation:
         bad_words = self._resolver.bad_words(params)
         if bad_words.sequences:
             raise InvalidParamsError(f"bad_words of several tokens are not supported yet: {params.bad_words!r:.80}")
+        sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
+        guide = self._guide(params, stop_ids)
         return Prepared(
             token_ids=token_ids,
-            sampling=self._resolver.resolve(params, len(token_ids), stop_ids, bad_words),
+            sampling=sampling if guide is None else replace(sampling, late=True),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=stop_ids,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
             logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
+            guide=guide,
+        )
+
+    def _guide(self, params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+        constraint = self._model.constrain(params)
+        if constraint is None:
+            return None
+        return Guide(
+            constraint,
+            vocab_size=self._model.facts.vocab_size,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            jumps=params.logprobs is None and params.logprob_token_ids is None,
         )
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
 from asyncllm.engine.execution.prompt_scores import PromptPart, prompt_part
@@ -14,6 +16,7 @@ from asyncllm.engine.execution.sampler import SampledRows, has_rare_filter
 from asyncllm.engine.plan import (
     NULL_BLOCK,
     Chunk,
+    Float32Array,
     Int32Array,
     LogprobsRequest,
     RowJoin,
@@ -41,6 +44,8 @@ class RowState:
         self._seed = np.zeros(num_rows, np.uint64)
         self._choice = np.zeros(num_rows, np.int64)
         self._suppress_before = np.zeros(num_rows, np.int64)
+        self._reads_logits = np.zeros(num_rows, np.bool_)
+        self._kept: dict[int, Tensor] = {}  # by late row: [vocabulary] float32 logits that wait for the host
         self._suppressed: list[Int64Array] = [np.zeros(0, np.int64)] * num_rows
         # Of the few rows that ask for more, by row.
         self._adjustments: dict[int, LogitAdjustment] = {}
@@ -62,6 +67,8 @@ class RowState:
         self._choice[row] = sampling.choice
         self._suppress_before[row] = sampling.suppress_before if sampling.suppressed else 0
         self._suppressed[row] = np.array(sampling.suppressed, np.int64)
+        self._reads_logits[row] = sampling.reads_logits
+        self._kept.pop(row, None)
         _put(self._adjustments, row, LogitAdjustment.of(join, self._vocabulary))
         _put(self._rare, row, sampling if has_rare_filter(sampling) else None)
         _put(self._logprobs, row, sampling.logprobs)
@@ -90,6 +97,16 @@ class RowState:
     def logprobs(self, rows: Int32Array | Int64Array) -> Sequence[tuple[int, LogprobsRequest]]:
         """(index, what it asks for) of those of `rows` that ask for log-probabilities of their sampled tokens."""
         return _among(self._logprobs, rows)
+
+    def keep(self, rows: Sequence[int], logits: Sequence[Tensor]) -> Float32Array | None:
+        """Keep logits [vocabulary] float32 of late rows. Returns those [r, vocabulary] that the host reads, if any."""
+        self._kept.update(zip(rows, logits, strict=True))
+        read = [kept.numpy() for row, kept in zip(rows, logits, strict=True) if self._reads_logits[row]]
+        return np.stack(read) if read else None
+
+    def take_kept(self, rows: Int32Array) -> Tensor:
+        """The kept logits [rows, vocabulary] of these late rows, for the last time."""
+        return torch.stack([self._kept.pop(row) for row in rows.tolist()])
 
     def prompt_parts(self, chunks: Sequence[Chunk]) -> Sequence[PromptPart]:
         """What the chunks tell of prompts of which log-probabilities are asked for."""

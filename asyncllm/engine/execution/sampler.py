@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
+from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
-from asyncllm.engine.plan import RowSampling
+from asyncllm.engine.plan import RowBias, RowLogits, RowSampling
 
 _NUCLEUS_CANDIDATES = 1024
 """top_p first looks at this many tokens, and sorts the whole vocabulary only where they do not suffice."""
@@ -40,6 +40,8 @@ class SampledRows:
     suppressed: Sequence[tuple[int, NDArray[np.int64]]] = ()  # (row, ids that it may not give now)
     adjustments: Sequence[tuple[int, LogitAdjustment]] = ()  # (row, what it does to its logits)
     rare: Sequence[tuple[int, RowSampling]] = field(default=())  # (row, its settings) of rows with a rare filter
+    masks: NDArray[np.uint32] | None = None  # [rows, words] what a late row may give, see `plan.Mask`
+    biases: Sequence[tuple[int, RowBias | RowLogits]] = ()  # (late row, what the host adds or puts in their place)
 
 
 def has_rare_filter(sampling: RowSampling) -> bool:
@@ -61,11 +63,19 @@ def sample(logits: Tensor, rows: SampledRows) -> NDArray[np.int64]:
 
 
 def adjust(logits: Tensor, rows: SampledRows) -> None:
-    """Bans, bias and penalties, in place."""
+    """Bans, bias and penalties, and what the host has to say, in place."""
+    if rows.masks is not None:
+        mask_logits(logits, rows.masks)
     for row, ids in rows.suppressed:
         logits[row, torch.from_numpy(ids)] = -torch.inf
     for row, adjustment in rows.adjustments:
         adjustment.apply(logits[row])
+    for row, bias in rows.biases:
+        values = torch.from_numpy(bias.values)
+        if isinstance(bias, RowLogits):
+            logits[row] = values
+        else:
+            logits[row].index_add_(0, torch.from_numpy(bias.token_ids), values)
 
 
 def processed(logits: Tensor, rows: SampledRows, some: NDArray[np.int64]) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asyncllm.engine.plan import StepLogprobs, TokenScores
 from asyncllm.engine.scheduling.reports import PromptScores
-from asyncllm.engine.scheduling.request import Phase
+from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.step_draft import LaunchedStep
 
 
@@ -21,15 +21,23 @@ class ToldScores:
 
 def told_scores(step: LaunchedStep, logprobs: StepLogprobs) -> ToldScores:
     """By request, before the step's tokens end any."""
-    requests = step.row_map.requests
-    sampled = [
-        (requests[sample].id, logprobs.sampled.at(place))
-        for place, sample in enumerate(logprobs.samples.tolist())
-        if requests[sample].phase is not Phase.ENDED
-    ]
+    sampled = _sampled(step.row_map.requests, logprobs)
     prompts = [
         PromptScores(request.id, part.start, part.scores)
         for part in logprobs.prompts
         if (request := step.chunk_requests[part.chunk]).phase is not Phase.ENDED
     ]
     return ToldScores(sampled, prompts)
+
+
+def told_late_scores(step: LaunchedStep, logprobs: StepLogprobs) -> Sequence[tuple[int, TokenScores]]:
+    """(request, of its late token) of live requests, before these tokens end any."""
+    return _sampled([sample.request for sample in step.late], logprobs)
+
+
+def _sampled(requests: Sequence[Request], logprobs: StepLogprobs) -> Sequence[tuple[int, TokenScores]]:
+    return [
+        (requests[sample].id, logprobs.sampled.at(place))
+        for place, sample in enumerate(logprobs.samples.tolist())
+        if requests[sample].phase is not Phase.ENDED
+    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.text_reader import Reading, TextReader
 from asyncllm.outputs.tool_calls.deepseek import read_deepseek
-from asyncllm.outputs.tool_calls.definitions import ToolDefinition
+from asyncllm.outputs.tool_calls.definitions import ToolDefinition, Tools, read_tools
 from asyncllm.outputs.tool_calls.deltas import CallWriter, ToolDelta, call_id
 from asyncllm.outputs.tool_calls.hermes import read_hermes
 from asyncllm.outputs.tool_calls.llama3_json import read_llama3_json
@@ -57,9 +57,12 @@ def tool_format(name: str) -> ToolFormat:
     return TOOL_FORMATS[name]
 
 
-def make_tool_parser(name: str, tools: Iterable[ToolDefinition] | None) -> ToolParser:
-    """A parser for one text. What calls a tool that is not among `tools` is content; None: any may be called."""
-    return ToolParser(tool_format(name), tools)
+def make_tool_parser(name: str, tools: Tools | None) -> ToolParser:
+    """A parser for one text. What calls a tool that is not among `tools` is content; None: any may be called.
+
+    Raises `InvalidParamsError` for an unknown format or a bad tool.
+    """
+    return ToolParser(tool_format(name), None if tools is None else read_tools(tools))
 
 
 class ToolParser:
