@@ -102,9 +102,10 @@ def _read(
 ) -> tl.tensor:
     """A row's logits of these ids, -infinity outside: the model's own, or those that the row has adjusted."""
     if ADJUSTED:
-        own = tl.load(source + ids, mask=inside & (is_adjusted == 0), other=float("-inf")).to(tl.float32)
-        x = tl.load(adjusted + ids, mask=inside & is_adjusted, other=float("-inf"))
-        return _clean(tl.where(is_adjusted, x, own))
+        first_own = tl.where(is_adjusted == 0, 0, 0x7FFFFFFF)  # no id is that large
+        own = tl.load(source + ids, mask=inside & (ids >= first_own), other=float("-inf")).to(tl.float32)
+        x = tl.load(adjusted + ids, mask=inside & (ids < first_own), other=float("-inf"))
+        return _clean(tl.where(is_adjusted != 0, x, own))
     return _clean(tl.load(source + ids, mask=inside, other=float("-inf")))
 
 
@@ -138,9 +139,9 @@ def _tiles_kernel(
     tiles = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-    is_adjusted = index < 0
+    is_adjusted = tl.zeros([], tl.int32)
     if ADJUSTED:
-        is_adjusted = tl.load(duties + row) != 0
+        is_adjusted = tl.load(duties + row)
         adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
     x = _read(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
     if (is_adjusted == 0) & (tl.load(positions + index) < tl.load(suppress_before + row)):
@@ -535,10 +536,10 @@ def _draw_kernel(
         return
     row = tl.load(rows + index)
     heat = tl.load(temperature + row)
-    is_adjusted = index < 0
+    is_adjusted = tl.zeros([], tl.int32)
     filtered = index < 0
     if ADJUSTED:
-        is_adjusted = tl.load(duties + row) != 0
+        is_adjusted = tl.load(duties + row)
         adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
     if FILTERS:
         k = tl.load(top_k + row)
@@ -546,7 +547,7 @@ def _draw_kernel(
         share = tl.load(min_p + row)
         filtered = ((k > 0) & (k < VOCABULARY)) | (nucleus < 1.0) | (share > 0.0)
         if ADJUSTED:
-            filtered &= (tl.load(duties + row) & 2) == 0  # `FILTERS`
+            filtered &= (is_adjusted & 2) == 0  # `FILTERS` of `logit_adjustment`
     tops += index * TILES
     sums += index * TILES
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
@@ -636,9 +637,9 @@ def _draw_wide_kernel(
     k = tl.load(top_k + row)
     nucleus = tl.load(top_p + row)
     share = tl.load(min_p + row)
-    is_adjusted = index < 0
+    is_adjusted = tl.zeros([], tl.int32)
     if ADJUSTED:
-        is_adjusted = tl.load(duties + row) != 0
+        is_adjusted = tl.load(duties + row)
         adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
     tops += index * TILES
     sums += index * TILES
@@ -732,12 +733,8 @@ def uniform_draw(seed: tl.tensor, position: tl.tensor, choice: tl.tensor, STREAM
 class AdjustedLogits:
     """Logits of rows that do more to them than `sample` does."""
 
-    duties: torch.Tensor  # [rows] int32: what a row has to do, see `ADJUSTS` and `FILTERS`; 0 for the others
+    duties: torch.Tensor  # [rows] int32: not 0 for such rows; bit 1: the row's filters have been at work, all of them
     logits: torch.Tensor  # [n, at least vocabulary] float32, dense: read in place of the model's own for rows with any
-
-
-ADJUSTS, FILTERS = 1, 2
-"""Duties. A row that `FILTERS` has dropped tokens itself, top-k, top-p and min-p included."""
 
 
 def sample(
@@ -885,10 +882,10 @@ def _kept(x: torch.Tensor, weights: torch.Tensor, settings: RowSettings, row: in
     return kept
 
 
-def philox4x32(seed: int, position: int, choice: int) -> tuple[int, ...]:
+def philox4x32(seed: int, position: int, choice: int, stream: int = 0) -> tuple[int, ...]:
     """The four words of Philox4x32-10 for a draw."""
     mask = 0xFFFFFFFF
-    counter = [position & mask, position >> 32, choice, 0]
+    counter = [position & mask, position >> 32, choice, stream]
     key = [seed & mask, seed >> 32]
     for _ in range(10):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
