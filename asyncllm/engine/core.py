@@ -29,7 +29,7 @@ from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.model import ServedModel, scheduler_config
 from asyncllm.engine.plan import LateTokens, StepResult
-from asyncllm.engine.preparation import Preparation, Prepared, Submission, count_characters
+from asyncllm.engine.preparation import Preparation, Prepared, Submission
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.engine.step_pipeline import StepPipeline, clock
@@ -257,7 +257,7 @@ class Core:
             if self._dead is not None or self._closing:
                 raise EngineClosed("the engine is closed") if self._dead is None else self._death()
             if not request.mailbox.aborted:
-                self._workers.submit(count_characters(submission.prompt), self._prepare, request, submission)
+                self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:
             self._refuse(request, error)
         except RuntimeError as error:  # the workers are gone: the interpreter is about to end

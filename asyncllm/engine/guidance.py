@@ -14,7 +14,7 @@ from asyncllm.engine.guide_work import GuideWork
 from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.scheduling.reports import StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import RequestError, RequestFailed
 from asyncllm.results import FinishReason
 
 
@@ -27,7 +27,7 @@ class Guidance:
         live: LiveRequests,
         delivery: Delivery,
         work: GuideWork,
-        fail: Callable[[Request, RequestFailed], object],
+        fail: Callable[[Request, RequestError], object],
     ) -> None:
         self._scheduler = scheduler
         self._live = live
@@ -66,7 +66,10 @@ class Guidance:
             if request.mailbox.done:
                 continue
             if isinstance(answer.word, Exception):
-                self._fail(request, RequestFailed.caused("what constrains this request failed", answer.word))
+                failure = answer.word
+                if not isinstance(failure, RequestError):
+                    failure = RequestFailed.caused("what constrains this request failed", failure)
+                self._fail(request, failure)
             else:
                 self._pass_on(request, answer.word)
 

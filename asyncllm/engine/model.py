@@ -48,7 +48,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # for fields that a caller leaves open
-    constrain: Constrain = lambda params: None
+    constrain: Constrain | None = None  # in place of the constraints that structured outputs make
 
 
 ModelLoader = Callable[[EngineConfig, Executor], Awaitable[ServedModel]]

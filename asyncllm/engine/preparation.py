@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.engine.grammars import Grammars
 from asyncllm.engine.guide import Guide
 from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.model import ServedModel
@@ -50,6 +51,12 @@ class Submission:
     priority: int = 0
     deadline: float | None = None  # absolute
     cache_salt: str | None = None
+
+    @property
+    def characters(self) -> int:
+        """About how much text there is to work on: the prompt, and a grammar."""
+        structured = self.params.structured_output
+        return count_characters(self.prompt) + (0 if structured is None else structured.characters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class Preparation:
         """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
         self._model = model
         self._resolver = SamplingResolver(model)
+        grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
+        self._constrain = model.constrain or grammars.constraint
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
 
     def prepare(self, submission: Submission) -> Prepared:
@@ -124,7 +133,7 @@ class Preparation:
         )
 
     def _guide(self, params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
-        constraint = self._model.constrain(params)
+        constraint = self._constrain(params)
         if constraint is None:
             return None
         return Guide(

@@ -32,13 +32,13 @@ NOT_YET: Mapping[str, Any] = {
     "spaces_between_special_tokens": True,
     "thinking_token_budget": None,
     "repetition_detection": None,
-    "structured_output": None,
     "logits_processors": (),
     "on_token": None,
 }
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
 NOT_YET_ON_A_GPU: Mapping[str, Any] = {
+    "structured_output": None,
     "typical_p": 1.0,
     "top_n_sigma": 0.0,
     "xtc_probability": 0.0,

@@ -14,7 +14,8 @@ from asyncllm.engine import process
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
-from asyncllm.results import Choice, Completion, PositionLogprobs, TokenDelta
+from asyncllm.metrics import RequestMetrics
+from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
@@ -33,6 +34,7 @@ class TokenStream:
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
         self._submission: Submission | None = submission  # until submitted
+        self._structured = submission.params.structured_output
         self._hand_over = submit
         self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
         self._pid = process.pid  # likewise
@@ -44,6 +46,12 @@ class TokenStream:
     def request_id(self) -> str:
         """The name that `AsyncEngine.abort()` knows the request by."""
         return self._mailbox.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """When the request reached each stage; None until it has ended."""
+        ending = self._mailbox.ending
+        return None if ending is None else ending.metrics
 
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
@@ -115,7 +123,17 @@ class TokenStream:
         text = "".join(mailbox.texts) + ending.tail
         return Completion(
             request_id=mailbox.request_id,
-            choices=(Choice(0, text, ids, ending.reason, ending.stop_reason, self._logprobs(0, len(ids))),),
+            choices=(
+                Choice(
+                    0,
+                    text,
+                    ids,
+                    ending.reason,
+                    ending.stop_reason,
+                    self._logprobs(0, len(ids)),
+                    self._outcome(text, ending),
+                ),
+            ),
             usage=ending.usage,
             prompt_token_ids=tuple(mailbox.prompt.tolist()),
             metrics=ending.metrics,
@@ -194,6 +212,15 @@ class TokenStream:
         if mailbox.scores is None or mailbox.reader is None:
             return None
         return mailbox.reader.read(mailbox.scores[read:known])
+
+    def _outcome(self, text: str, ending: Ending) -> object:
+        """What `Choice.parsed` gives, or the error that it raises."""
+        if self._structured is None or ending.reason is not FinishReason.STOP or isinstance(ending.stop_reason, str):
+            return None
+        try:
+            return self._structured.parse(text)
+        except ValueError as error:
+            return error
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox
