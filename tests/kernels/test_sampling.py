@@ -214,7 +214,7 @@ def test_random_settings(seed: int, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("inside = (slots < listed)[:, None] & (ids < VOCABULARY)", "inside = (slots < listed)[:, None]"),
-        ("ids < VOCABULARY, ADJUSTED)\n    if (is_adj", "ids < 20 + VOCABULARY, ADJUSTED)\n    if (is_adj"),
+        ("ids < VOCABULARY, ADJUSTED)\n    else", "ids < 20 + VOCABULARY, ADJUSTED)\n    else"),
         ("tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)", "tile = tl.program_id(0) + TILES - 1"),
         ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
         ("before = tl.max(tl.where(tiles < tile", "before = tl.max(tl.where(tiles < tile - 1"),
