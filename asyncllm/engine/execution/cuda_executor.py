@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
+from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.step_program import StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
@@ -56,6 +57,7 @@ class CudaExecutor:
         self._ring = ring
         self._cache = cache
         self._settings = rows.settings  # those that the graphs hold
+        self._adjusted = rows.adjustments.rows  # likewise
         self._sizes = graph_sizes(ring.layout.tokens)
         self._graphs: dict[StepKind, Graph | None] = {}  # None: it could not be captured
         self._patience = 0
@@ -63,6 +65,8 @@ class CudaExecutor:
         self._failures: dict[StepKind, int] = {}
         self._memory: MutableMapping[str, int] = {}
         self._uncaptured: StepKind | None = None
+        self._decode_rows: Int32Array | None = None  # whose use of the sampler is known
+        self._decode_use = SamplerUse.PLAIN
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -80,7 +84,7 @@ class CudaExecutor:
     def enqueue(self, plan: StepPlan, turn: int) -> tuple[Tensor, ...]:
         """Launch a step, which is the `turn`th of the ring. Returns what must be kept until it is complete."""
         kept: tuple[Tensor, ...] = ()
-        if plan.joins or len(plan.copies):
+        if plan.joins or plan.chunks or len(plan.copies):
             kept = self._prepare(plan)
         edits = plan.tables
         tables = self._rows.tables
@@ -143,15 +147,23 @@ class CudaExecutor:
         with self._space.entered():
             if plan.joins:
                 kept = self._rows.join(plan.joins)
-                if self._rows.settings is not self._settings:
-                    self._settings = self._rows.settings
-                    self._space.stream.synchronize()  # rare: a request with more suppressed ids than any before
-                    self._drop_graphs()
+                self._forget_outgrown()
+            kept += self._rows.adjustments.take_chunks(plan.chunks)
             if len(plan.copies):
                 pairs = host_words(plan.copies, self._cache.device)
                 copy_blocks(self._cache, pairs)
                 kept += (pairs,)
         return kept
+
+    def _forget_outgrown(self) -> None:
+        """Rare: a request has more suppressed ids, or biases, than any before."""
+        settings, adjusted = self._rows.settings, self._rows.adjustments.rows
+        if settings is self._settings and (adjusted is self._adjusted or self._adjusted is None):
+            self._adjusted = adjusted  # no graph can hold what was not there
+            return
+        self._settings, self._adjusted = settings, adjusted
+        self._space.stream.synchronize()
+        self._drop_graphs()
 
     def _edit_tables(self, entries: Int32Array, blocks: Int32Array) -> tuple[Tensor, ...]:
         """The edits that a line of the ring has no room for."""
@@ -166,18 +178,32 @@ class CudaExecutor:
         """The smallest kind that has a graph, or is to get one."""
         chunks = bool(plan.chunks)
         tokens = plan.num_tokens if chunks else len(plan.decode_rows)
+        use = self._use(plan)
         if tokens > self._sizes[-1]:
-            return StepKind(tokens, chunks)
+            return StepKind(tokens, chunks, use)
         index = bisect_left(self._sizes, tokens)
-        best = StepKind(self._sizes[index], chunks)
+        best = StepKind(self._sizes[index], chunks, use)
         if best not in self._graphs:
             left = self._patience_left.setdefault(best, self._patience)
             if left > 0:
                 self._patience_left[best] = left - 1
-                for size in self._sizes[index + 1 :]:
-                    if (kind := StepKind(size, chunks)) in self._graphs:
-                        return kind
+                for size in self._sizes[index:]:
+                    for more in list(SamplerUse)[use:]:
+                        if (kind := StepKind(size, chunks, more)) in self._graphs:
+                            return kind
         return best
+
+    def _use(self, plan: StepPlan) -> SamplerUse:
+        """What the step's rows ask of the sampler. The decoding ones are looked at again only where they change."""
+        adjustments = self._rows.adjustments
+        if not adjustments.in_use:
+            return SamplerUse.PLAIN
+        if plan.decode_rows is not self._decode_rows or plan.joins:
+            self._decode_rows = plan.decode_rows
+            self._decode_use = adjustments.use(plan.decode_rows.tolist())
+        if not plan.chunks:
+            return self._decode_use
+        return max(self._decode_use, adjustments.use(chunk.row for chunk in plan.chunks))
 
     def _drop_graphs(self) -> None:
         for graph in self._graphs.values():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.engine.execution.device_adjustments import DeviceAdjustments
 from asyncllm.engine.execution.step_ring import host_words
 from asyncllm.engine.plan import RowJoin
 from asyncllm.kernels.row_join import JOIN_SETTINGS, RECORD_WORDS, join_rows
@@ -40,8 +41,16 @@ assert tuple(_RECORD.fields or ())[: len(JOIN_SETTINGS)] == JOIN_SETTINGS
 class DeviceRows:
     """Tensors with one entry per row. Their addresses stay, so that CUDA graphs can hold them; but see `join`."""
 
-    def __init__(self, num_rows: int, num_groups: int, row_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_groups: int,
+        row_blocks: int,
+        device: torch.device,
+        adjustments: DeviceAdjustments,
+    ) -> None:
         """`row_blocks`: entries of a block table, enough for the longest request."""
+        self.adjustments = adjustments
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -58,8 +67,8 @@ class DeviceRows:
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
         """Requests take rows. Keep what is returned until the device has passed this.
 
-        Where a request has more suppressed ids than a row has room for, the room grows: `settings` has a new tensor
-        then, and graphs that hold the old one must not run any more.
+        Where a request has more suppressed ids, or biases, than a row has room for, the room grows: `settings` (or
+        `adjustments.rows`) has a new tensor then, and graphs that hold the old one must not run any more.
         """
         records = np.zeros(len(joins), _RECORD)
         suppressed: list[int] = []
@@ -86,7 +95,7 @@ class DeviceRows:
         words = host_words(records.view(np.int32).reshape(-1, RECORD_WORDS), device)
         suppressed_words = host_words(np.array(suppressed or [0], np.int32), device)
         join_rows(self._settings, self._seeds, self._suppressed, words, suppressed_words)
-        return words, suppressed_words
+        return words, suppressed_words, *self.adjustments.join(joins)
 
     def _make_room(self, most: int) -> None:
         rows, room = self._suppressed.shape

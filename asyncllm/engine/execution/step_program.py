@@ -12,11 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.kernels.logit_adjustment import adjust_logits, count_tokens
 from asyncllm.kernels.paged_attention import AttentionPlan, AttentionShape, make_attention_plan, plan_attention
-from asyncllm.kernels.sampling import make_sampling_workspace, sample
+from asyncllm.kernels.rare_filters import filter_rare_rows
+from asyncllm.kernels.sampling import AdjustedLogits, make_sampling_workspace, sample
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
 from asyncllm.layers.paged_attention import PagedBatch
@@ -29,6 +32,7 @@ class StepKind(NamedTuple):
 
     tokens: int  # the matrix products have this many rows; the step's own tokens come first
     chunks: bool  # the step may have chunks
+    use: SamplerUse = SamplerUse.FILTERED  # what its rows may ask of the sampler, at most
 
 
 class StepProgram:
@@ -67,18 +71,36 @@ class StepProgram:
         for plan in self._plans.values():
             plan_attention(plan, arrays.sequences, tokens=kind.tokens)
         logits = self._model.forward(self._batch(kind))
+        self._sample(logits, kind.use)
+        put_out_tokens(ring.tokens, self.turn, self._token_ids, arrays.num_sampled)
+
+    def _sample(self, logits: Tensor, use: SamplerUse) -> None:
+        arrays, rows = self._arrays, self._rows
+        where = {
+            "rows": arrays.sampled_rows,
+            "positions": arrays.sampled_positions,
+            "num_rows": arrays.num_sampled,
+        }
+        size, adjusted = self._model.config.vocab_size, None
+        special = rows.adjustments
+        if use >= SamplerUse.ADJUSTED and special.rows is not None and special.logits is not None:
+            some = special.logits[: len(logits)]
+            adjust_logits(some, logits, rows.settings, special.rows, vocabulary=size, **where)
+            filter_rare_rows(some, rows.settings, special.rows, vocabulary=size, **where)
+            adjusted = AdjustedLogits(special.rows.integers("duties"), some)
         sample(
             logits,
             rows.settings,
             self._workspace,
-            rows=arrays.sampled_rows,
-            positions=arrays.sampled_positions,
-            num_rows=arrays.num_sampled,
-            vocabulary=self._model.config.vocab_size,
+            **where,
+            vocabulary=size,
             token_ids=self._token_ids,
             row_token_ids=rows.last_tokens,
+            adjusted=adjusted,
+            filters=use > SamplerUse.PLAIN,
         )
-        put_out_tokens(ring.tokens, self.turn, self._token_ids, arrays.num_sampled)
+        if adjusted is not None and special.rows is not None:
+            count_tokens(special.rows, self._token_ids[: len(logits)], **where)
 
     def _batch(self, kind: StepKind) -> ForwardBatch:
         arrays, some = self._arrays, slice(kind.tokens)

@@ -22,6 +22,7 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes
 from asyncllm.engine.execution.cuda_loading import first_plans
+from asyncllm.engine.execution.device_adjustments import DeviceAdjustments, SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import make_cache_layout
 from asyncllm.engine.execution.step_program import StepProgram
@@ -112,7 +113,9 @@ class Twins:
             load_weights(model, iterate_tensors(source))
             cache = layout.allocate(BLOCKS, torch.float32)
             ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
-            rows = DeviceRows(ROWS, len(layout.groups), -(-LENGTH // layout.block_size), torch.device("cpu"))
+            device = torch.device("cpu")
+            adjustments = DeviceAdjustments(ROWS, config.vocab_size, LENGTH, device)
+            rows = DeviceRows(ROWS, len(layout.groups), -(-LENGTH // layout.block_size), device, adjustments)
             program = StepProgram(model, layout, cache, rows, ring)
         space: Any = HostSpace()
         self.executor = CudaExecutor(space, program, rows, ring, cache)
@@ -192,6 +195,38 @@ if INTERPRETED:
         await twins.run(decode=[0, 3, 7, 5])
         await twins.run(joins=[RowJoin(0, 4, GREEDY, 20)], pieces=[Piece(0, 0, prompts[3][:20])], decode=[5, 7])
         await twins.run(decode=[7, 0])
+
+    @pytest.mark.blocks_loop
+    async def test_rows_that_adjust_their_logits(twins: Twins) -> None:
+        """Beside rows that do not; plain steps before and after; a row that is resumed; a row that follows one."""
+        prompts = np.random.default_rng(3).integers(3, 512, (4, 12)).tolist()
+        adjustments = twins.executor._rows.adjustments
+        await twins.run(joins=[RowJoin(2, 0, seeded(5), 12)], pieces=[Piece(2, 0, prompts[0])])
+        assert adjustments.rows is None
+        repeated = replace(GREEDY, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+        biased = seeded(9, top_p=0.8)
+        biased = replace(biased, logit_bias=tuple((i, 3.0) for i in range(0, 140)), banned=(3, 4), suppress_before=20)
+        biased = replace(biased, suppressed=(7, 8))
+        joins = [
+            RowJoin(6, 1, repeated, 12, np.array(prompts[1], np.int32)),
+            RowJoin(1, 2, biased, 12),
+            RowJoin(4, 3, replace(seeded(3), typical_p=0.7, xtc_probability=0.6, xtc_threshold=0.002), 2),
+        ]
+        pieces = [Piece(6, 0, prompts[1]), Piece(1, 0, prompts[2][:5], False), Piece(4, 0, [9, 10])]
+        await twins.run(joins=joins, pieces=pieces, decode=[2])
+        tokens = await twins.run(pieces=[Piece(1, 5, prompts[2][5:])], decode=[2, 6, 4])
+        for _ in range(2):
+            tokens = await twins.run(decode=[2, 6, 4, 1])
+        known = [*prompts[1], *tokens[1:2]]
+        narrow = replace(seeded(8), allowed=(40, 41, 500), temperature=3.0)
+        await twins.run(joins=[RowJoin(0, 4, narrow, 1)], pieces=[Piece(0, 0, [5])], decode=[6, 1])
+        resumed = RowJoin(4, 5, repeated, 12, np.array(known, np.int32))
+        assert (await twins.run(joins=[resumed], pieces=[Piece(4, 0, known)], decode=[0]))[0] in (40, 41, 500)
+        await twins.run(decode=[4, 0, 6])
+        await twins.run(joins=[RowJoin(6, 6, GREEDY, 3)], pieces=[Piece(6, 0, [3, 4, 5])])
+        assert adjustments.use([6, 2]) == SamplerUse.PLAIN
+        assert adjustments.use([6, 2, 4]) == SamplerUse.ADJUSTED
+        await twins.run(decode=[6, 2, 4])
 
     @pytest.mark.blocks_loop
     async def test_blocks_are_copied_before_they_are_read(twins: Twins) -> None:
