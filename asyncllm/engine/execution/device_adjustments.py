@@ -53,7 +53,7 @@ class DeviceAdjustments:
         self._vocabulary = vocabulary
         self._most_seen = min(vocabulary, max_length)
         self._device = device
-        self._processed = processed_logprobs
+        self.processed_logprobs = processed_logprobs
         self._uses: dict[int, SamplerUse] = {}  # by row; a row that is not there is a plain one
         self._counting: set[int] = set()
         self._known: dict[int, int] = {}  # by row: how many tokens it joined with
@@ -121,7 +121,7 @@ class DeviceAdjustments:
     def _duties(self, sampling: RowSampling) -> int:
         """What a row has to do; see `kernels/logit_adjustment.py`."""
         asks = sampling.logprobs is not None
-        filters = has_rare_filter(sampling) or (asks and self._processed)
+        filters = has_rare_filter(sampling) or (asks and self.processed_logprobs)
         masks = sampling.allowed is not None or bool(sampling.banned)
         # suppressing in place would spoil the model's own logits
         adjusts = bool(sampling.logit_bias) or (asks and bool(sampling.suppressed)) or sampling.late
