@@ -251,14 +251,12 @@ def test_time_is_linear(name: str, unit: str) -> None:
         check_linear(run, most)
 
 
-def test_what_was_read_is_not_copied_again() -> None:
-    def run(count: int) -> None:
-        parser = make_tool_parser("hermes", None)
-        parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
-        for _ in range(count):
-            parser.push("a word, ")
-
-    check_linear(run, 4000)
+def test_what_was_read_is_not_kept() -> None:
+    parser = make_tool_parser("hermes", None)
+    parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
+    for _ in range(100):
+        parser.push("a word, ")
+    assert len(parser._reader._text) < 20
 
 
 TEMPLATES = {
