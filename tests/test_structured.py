@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from asyncllm import SamplingParams, StructuredOutput
 from asyncllm.errors import GrammarError, InvalidParamsError
@@ -96,12 +96,24 @@ def test_pydantic_models_are_schemas() -> None:
     ]
     for form in forms:
         assert form is not None
-        assert form == StructuredOutput(json_schema=Person.model_json_schema())
+        assert json.loads(form.source) == {**Person.model_json_schema(), "additionalProperties": False}
         assert form.parse('{"name":"Ada","age":36}') == Person(name="Ada", age=36)
         with pytest.raises(ValueError, match="age"):
             form.parse('{"name":"Ada","age":-1}')
     assert StructuredOutput.from_model(list[Person]).parse('[{"name":"Ada","age":36}]') == [Person(name="Ada", age=36)]
     assert StructuredOutput.from_model(Literal["x", "y"]).parse('"x"') == "x"
+
+
+def test_a_model_has_no_properties_but_its_own() -> None:
+    class Open(BaseModel):
+        model_config = ConfigDict(extra="allow")
+        person: Person
+        counts: dict[str, int]
+
+    schema = json.loads(StructuredOutput.from_model(Open).source)
+    assert schema["additionalProperties"] is True  # it says so
+    assert schema["properties"]["counts"]["additionalProperties"] == {"type": "integer"}
+    assert schema["$defs"]["Person"]["additionalProperties"] is False
 
 
 @pytest.mark.parametrize("model", ["Person", None, {"type": "string"}, True, object()])
