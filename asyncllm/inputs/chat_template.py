@@ -58,6 +58,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._compiled: dict[str, jinja2.Template] = {}
 
+    @property
+    def source(self) -> str:
+        """The Jinja source of the main template; empty where there is none."""
+        return self._sources.get("default", "")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
