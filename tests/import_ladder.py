@@ -16,6 +16,7 @@ from pathlib import Path
 LADDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("serve",),
     ("api",),
     ("",),
     ("testing", "offline", "workloads"),
@@ -23,7 +24,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("engine.stream", "engine.engine_thread"),
     ("engine.core", "engine.choice_reader"),
     ("engine.guidance",),
-    ("engine.delivery",),
+    ("engine.delivery", "engine.statistics"),
     ("engine.live_requests", "engine.step_pipeline", "engine.guide_work"),
     ("engine.preparation", "engine.mailbox", "engine.request_text", "engine.step_pace"),
     ("engine.guide_maker",),
@@ -39,6 +40,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("weights",),
     ("inputs",),
     ("outputs",),
+    ("flags",),
     ("config",),
     ("params",),
     ("structured",),
@@ -70,7 +72,7 @@ ONLY = {"kernels": frozenset({"torch", "triton"})}
 ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
 # Units that write to a terminal: the command, and the progress bar of the blocking API.
-PRINTING = ("cli", "offline")
+PRINTING = ("cli", "offline", "serve")
 
 # (importer, imported) -> why this one import may break the ladder.
 EXCEPTIONS: dict[tuple[str, str], str] = {}

@@ -18,6 +18,9 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # a line that each prints
 SAYS = {
     "agent": "agent, answer: ",
+    "classification": "label: ",
+    "extraction": "complaint of ",
+    "logits_processor": "advice kept: True",
     "offline": "32 plus 32 is'",
     "property_test": "\nOK\n",
     "shared_prefix": "prefix hit rate: 9",

@@ -34,6 +34,7 @@ from asyncllm.engine.plan import LateTokens, StepResult
 from asyncllm.engine.preparation import Preparation, Prepared, PreparedChoice, Submission
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
+from asyncllm.engine.statistics import engine_statistics
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, RequestError, RequestFailed
@@ -44,11 +45,12 @@ logger = logging.getLogger("asyncllm")
 
 Result = TypeVar("Result")
 
+
 class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self._model = model
+        self.model = self._model = model
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
         self._preparation = Preparation(model, self._scheduler.config.capacity)
@@ -120,25 +122,20 @@ class Core:
         except RuntimeError as error:
             raise EngineClosed("the engine is closed") from error
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether a fault has ended it."""
+        return self._dead is not None
+
     def statistics(self) -> EngineStatistics:
         """A snapshot as of the last turn."""
-        counts, live = self._counts, self._live
-        return EngineStatistics(
-            requests_running=counts.running,
-            requests_waiting=counts.waiting,
-            rows_used=counts.rows_used,
-            blocks_total=counts.blocks_total,
-            blocks_used=counts.blocks_used,
-            blocks_cached=counts.blocks_cached, blocks_free=counts.blocks_free,
-            prompt_tokens=counts.prompt_tokens,
-            prompt_tokens_cached=counts.prompt_tokens_cached,
+        return engine_statistics(
+            self._counts,
+            self._live,
             tokens_generated=self._delivery.tokens,
-            tokens_computed=counts.tokens_computed,
-            requests_finished=live.finished, requests_aborted=live.aborted,
-            preemptions=counts.preemptions,
-            memory_bytes=dict(self._model.facts.memory_bytes),
+            memory_bytes=self._model.facts.memory_bytes,
             step_times=self._pipeline.times(),
-        )  # fmt: skip
+        )
 
     def inspect(self, limit: int) -> Inspection:
         """What is held now, block by block, and the oldest requests."""

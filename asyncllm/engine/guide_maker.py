@@ -60,7 +60,8 @@ class GuideMaker:
 
     def _thinking(self, budget: int, prompt: Sequence[int]) -> ThinkingBudget:
         tokenizer, template = self._model.tokenizer, self._model.chat_template
-        name = None if template is None else guess_reasoning_format(template.source)
+        source = None if template is None else template.source
+        name = None if source is None else guess_reasoning_format(source)
         if tokenizer is None or name is None:
             raise InvalidParamsError("thinking_token_budget: this model's chat template knows of no reasoning")
         format = reasoning_format(name)

@@ -59,9 +59,14 @@ class ChatTemplate:
         self._compiled: dict[str, jinja2.Template] = {}
 
     @property
-    def source(self) -> str:
-        """The Jinja source of the main template; empty where there is none."""
-        return self._sources.get("default", "")
+    def source(self) -> str | None:
+        """The main template's Jinja source; the one for tools, where only that one is there; None without any."""
+        return self._sources.get("default", next(iter(self._sources.values()), None))
+
+    @property
+    def tool_source(self) -> str | None:
+        """The same of the template that serves requests with tools."""
+        return self._sources.get("tool_use", self.source)
 
     def render(
         self,

@@ -265,9 +265,7 @@ class ShadowDevice:
             more = np.zeros(max(positions - len(row.histories), len(row.histories)), np.int64)
             row.histories = np.concatenate((row.histories, more))
 
-    def _work(
-        self, row: _Row, start: int, token_ids: list[int], samples: bool = False, keeps: bool = False
-    ) -> _Work:
+    def _work(self, row: _Row, start: int, token_ids: list[int], samples: bool = False, keeps: bool = False) -> _Work:
         end = start + len(token_ids)
         request = row.join.request
         _require(start < end <= self.config.max_model_len, f"request {request} computes {start} to {end}")
