@@ -15,7 +15,6 @@ from asyncllm.api.protocol.fields import ErrorAnswer
 from asyncllm.api.routes import Route
 from asyncllm.api.serving import Call, Serving
 
-
 EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
