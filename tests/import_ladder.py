@@ -22,7 +22,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("testing", "offline", "workloads"),
     ("engine.async_engine",),
     ("engine.stream", "engine.engine_thread"),
-    ("engine.core",),
+    ("engine.core", "engine.choice_reader"),
     ("engine.guidance",),
     ("engine.delivery",),
     ("engine.live_requests", "engine.step_pipeline", "engine.guide_work"),
