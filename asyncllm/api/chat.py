@@ -150,4 +150,4 @@ async def _events(chunks: ChatChunks, generation: Generation, several: bool) -> 
                 yield (held + text).encode()
                 held = ""
     except Exception as error:
-        yield error_event(openai_body(failure(error))).encode()
+        yield (held + error_event(openai_body(failure(error)))).encode()
