@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.command_queue import CommandQueue
@@ -120,6 +120,14 @@ class Core:
         try:
             return self._workers.submit(characters, work, self._preparation)
         except RuntimeError as error:
+            raise EngineClosed("the engine is closed") from error
+
+    def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Device work beside the steps. Raises `EngineClosed`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
             raise EngineClosed("the engine is closed") from error
 
     @property

@@ -193,6 +193,10 @@ class Preparation:
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
 
+    def token_ids(self, text: str | Sequence[int]) -> Int32Array:
+        """The ids of a text that is no request, checked as one's are."""
+        return self._prompt_array(text, ChatOptions(), None)
+
     def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
         """The prompt's ids, or so many `last` ones of them."""
         limit = self._limit if last is None else None
