@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def block_cells(blocks: bytes, limit: int) -> tuple[str, int]:
 _DIGITS = bytes(ord("0") + min(state, 9) for state in range(256))
 
 
-def _rates(mark: _Mark | None, now: _Mark) -> Mapping[str, float]:
+def _rates(mark: _Mark | None, now: _Mark) -> dict[str, float]:
     if mark is None or now.at <= mark.at:
         return {"tokens_per_second": 0.0, "positions_per_second": 0.0}
     seconds = now.at - mark.at

@@ -14,6 +14,7 @@ from asyncllm.engine import process
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
+from asyncllm.metrics import RequestMetrics
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
@@ -45,6 +46,12 @@ class TokenStream:
     def request_id(self) -> str:
         """The name that `AsyncEngine.abort()` knows the request by."""
         return self._mailbox.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """When the request reached each stage; None until it has ended."""
+        ending = self._mailbox.ending
+        return None if ending is None else ending.metrics
 
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""

@@ -161,6 +161,22 @@ async def test_stop(by: str) -> None:
             assert page.asked[1]["messages"][1]["content"].startswith("word ")
 
 
+async def test_a_new_chat_ends_the_old_one() -> None:
+    async with engine() as running:
+        page = PageApp(running, pieces=["word "] * 500, delay=0.02)
+        async with opened(page) as window:
+            await say(window, "Old")
+            await window.wait_for_selector(".message.streaming")
+            await window.click("#new-chat")
+            assert await window.is_visible("#empty")
+            page.pieces = ["ok"]
+            await window.click("#examples button")
+            await window.wait_for_selector(".message.assistant .hint")
+            assert await window.evaluate("document.querySelectorAll('.message').length") == 2
+    assert page.left == ["Old"]
+    assert page.asked[1]["messages"] == [{"role": "user", "content": "Name three rivers and where they end."}]
+
+
 async def test_errors_are_shown() -> None:
     async with engine() as running:
         page = PageApp(running, error="The engine has died.")
@@ -169,6 +185,7 @@ async def test_errors_are_shown() -> None:
             await window.wait_for_selector(".message.failed")
             assert "The engine has died." in await window.text_content(".message.failed")
             assert "Error: The engine has died." in await window.text_content("#announcer")
+            assert await window.input_value("#prompt") == "Hi", "to be sent again"
             await window.click("#settings summary")
             await window.fill("#temperature", "-3")
             await say(window, "More")

@@ -47,6 +47,8 @@ export function startChat() {
 
 function newChat() {
   running?.abort();
+  running = null;
+  setRunning(false);
   history.length = 0;
   $("messages").replaceChildren();
   $("empty").hidden = false;
@@ -70,18 +72,23 @@ async function send() {
   const controller = new AbortController();
   running = controller;
   setRunning(true);
+  let failure = null;
   try {
     await stream(answer, controller.signal);
-    answer.finish();
   } catch (error) {
-    if (controller.signal.aborted) answer.finish("stopped");
-    else answer.fail(error.message);
+    failure = error;
   }
   if (running !== controller) return; // a new chat has begun meanwhile
   running = null;
   setRunning(false);
-  if (answer.failed) history.pop();
-  else history.push({ role: "assistant", content: answer.content });
+  if (failure === null || controller.signal.aborted) {
+    answer.finish(failure === null ? null : "stopped");
+    history.push({ role: "assistant", content: answer.content });
+  } else {
+    answer.fail(failure.message);
+    history.pop();
+    if ($("prompt").value === "") $("prompt").value = text; // to be sent again
+  }
 }
 
 async function stream(answer, signal) {
@@ -133,7 +140,6 @@ class Message {
     this.reasoning = "";
     this.usage = null;
     this.reason = null;
-    this.failed = false;
     this.began = performance.now();
     this.first = null;
     this.due = false;
@@ -200,7 +206,6 @@ class Message {
   }
 
   fail(message) {
-    this.failed = true;
     this.item.classList.remove("streaming");
     this.item.classList.add("failed");
     this.item.append(element("div", "text", message));
