@@ -47,7 +47,7 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self._model = model
+        self.model = self._model = model
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
         self._preparation = Preparation(model, self._scheduler.config.capacity)
@@ -115,6 +115,11 @@ class Core:
             return self._workers.submit(characters, work, self._preparation)
         except RuntimeError as error:
             raise EngineClosed("the engine is closed") from error
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a fault has ended it."""
+        return self._dead is not None
 
     def statistics(self) -> EngineStatistics:
         """A snapshot as of the last turn."""

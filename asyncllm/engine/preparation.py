@@ -22,6 +22,7 @@ from asyncllm.engine.plan import Int32Array, RowSampling
 from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
+from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
@@ -38,6 +39,7 @@ class ChatOptions:
     tools: Sequence[Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
+    template: str | None = None  # Jinja source, in place of the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,9 @@ class Preparation:
     def render(self, messages: Messages, chat: ChatOptions) -> str:
         """The text of chat messages."""
         template = self._model.chat_template
+        if chat.template is not None:
+            tokenizer = self._model.tokenizer
+            template = ChatTemplate(chat.template, {} if tokenizer is None else tokenizer.special_tokens)
         if template is None:
             raise ChatTemplateError(
                 "this model has no chat template: give text or token ids, or a template as EngineConfig.chat_template"

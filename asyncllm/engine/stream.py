@@ -48,6 +48,11 @@ class TokenStream:
         return self._mailbox.request_id
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The ids of the prompt; empty until the stream has started."""
+        return tuple(self._mailbox.prompt.tolist())
+
+    @property
     def metrics(self) -> RequestMetrics | None:
         """When the request reached each stage; None until it has ended."""
         ending = self._mailbox.ending
