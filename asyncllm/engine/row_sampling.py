@@ -27,7 +27,6 @@ DEFAULTS: Mapping[str, float | int] = {
 }
 
 NOT_YET: Mapping[str, Any] = {
-    "n": 1,
     "dry_multiplier": 0.0,
     "spaces_between_special_tokens": True,
     "thinking_token_budget": None,
@@ -38,6 +37,7 @@ NOT_YET: Mapping[str, Any] = {
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
 NOT_YET_ON_A_GPU: Mapping[str, Any] = {
+    "n": 1,
     "structured_output": None,
     "typical_p": 1.0,
     "top_n_sigma": 0.0,
