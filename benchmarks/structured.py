@@ -44,8 +44,10 @@ from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.outputs.grammar import GrammarCompiler, GrammarConstraint, GrammarVocabulary
 from asyncllm.weights.source import resolve_source
 from benchmarks.schemas import application_schemas
+from benchmarks.structured_report import write_section
 
 RESULTS = Path(__file__).parent / "results" / "structured.json"
+README = Path(__file__).parent.parent / "README.md"
 EOS = 2
 LARGE = 151_936
 CLOSING = (b'"', b"]", b"}", b",")
@@ -262,7 +264,7 @@ async def measure_model(schemas: int | None, max_tokens: int) -> Mapping[str, An
     }
 
 
-ROWS, ROW_TOKENS = 64, 200
+ROWS = 64
 LONG_RECORD = {
     "type": "array",
     "minItems": 100,
@@ -315,10 +317,10 @@ class TimedRunner:
         pass
 
 
-def timed_model(tokenizer: Tokenizer, seconds: float) -> ModelLoader:
+def timed_model(tokenizer: Tokenizer, seconds: float, vocab_size: int) -> ModelLoader:
     async def load(config: EngineConfig, workers: Executor) -> ServedModel:
         facts = ModelFacts(
-            vocab_size=49_152,
+            vocab_size=vocab_size,
             max_model_len=1024,
             block_size=16,
             num_blocks=8192,
@@ -334,17 +336,19 @@ def timed_model(tokenizer: Tokenizer, seconds: float) -> ModelLoader:
     return load
 
 
-async def measure_throughput(tokenizer: Tokenizer, seconds: float, passes: int) -> Mapping[str, Any]:
+async def measure_throughput(
+    tokenizer: Tokenizer, seconds: float, passes: int, *, vocab_size: int = 49_152, tokens: int = 200
+) -> Mapping[str, Any]:
     """Tokens a second of 64 rows, and of a row without a schema; the passes without and with schemas alternate."""
     rates: dict[str, list[float]] = {"none": [], "half": [], "free row, none": [], "free row, half": []}
     processor: dict[str, list[float]] = {"none": [], "half": []}
     config = EngineConfig(max_num_seqs=ROWS, prefix_caching=False)
-    async with AsyncEngine(timed_model(tokenizer, seconds), config=config) as engine:
-        await _batch(engine, structured=ROWS // 2)
+    async with AsyncEngine(timed_model(tokenizer, seconds, vocab_size), config=config) as engine:
+        await _batch(engine, ROWS // 2, tokens)
         for _ in range(passes):
             for name, structured in (("none", 0), ("half", ROWS // 2)):
                 began = time.process_time()
-                batch = await _batch(engine, structured)
+                batch = await _batch(engine, structured, tokens)
                 processor[name].append((time.process_time() - began) / batch.tokens * 1e6)
                 rates[name].append(batch.rate)
                 rates[f"free row, {name}"].append(batch.free_row_rate)
@@ -365,13 +369,13 @@ class Batch:
     free_row_rate: float  # of one row without a schema
 
 
-async def _batch(engine: AsyncEngine, structured: int) -> Batch:
+async def _batch(engine: AsyncEngine, structured: int, row_tokens: int) -> Batch:
     form = StructuredOutput(json_schema=LONG_RECORD)
 
     async def row(i: int) -> tuple[int, float]:
         structure = form if i < structured else None
         params = SamplingParams(
-            seed=i, max_tokens=ROW_TOKENS, ignore_eos=True, structured_output=structure, detokenize=False
+            seed=i, max_tokens=row_tokens, ignore_eos=True, structured_output=structure, detokenize=False
         )
         completion = await engine.generate([100 + i, 7, 8], params)
         return len(completion.token_ids), time.perf_counter()
@@ -383,7 +387,7 @@ async def _batch(engine: AsyncEngine, structured: int) -> Batch:
     return Batch(
         tokens,
         tokens / (max(end for _, end in rows) - began),
-        ROW_TOKENS / (statistics.median(end for _, end in free) - began),
+        row_tokens / (statistics.median(end for _, end in free) - began),
     )
 
 
@@ -438,6 +442,8 @@ def main() -> None:
     text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
+    if arguments.output == RESULTS:
+        write_section(README, found)
     wrong = [found[part] for part in ("suite", "applications", "applications_large")]
     if any(part["too_loose"] or part["valid"] != part["ended"] for part in wrong):
         raise SystemExit("an output or an instance that is not valid was possible")
