@@ -19,6 +19,10 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # the request's deadline passed
 
 
+REPETITION = "repetition"
+"""The stop reason of a choice that `repetition_detection` has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request. `completion_tokens` sums over its choices and counts a final end-of-sequence id."""
