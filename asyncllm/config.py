@@ -10,6 +10,7 @@ from typing import Any, Literal
 from asyncllm.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 MAX_ROWS = 65_536
@@ -23,7 +24,9 @@ class EngineConfig:
     the machine at start."""
 
     dtype: DType = "auto"
-    """Of weights and activations."""
+    """Of activations, and of weights that are not kept packed. "float32" and "float16" unpack them exactly."""
+    quantization: Quantization = "auto"
+    """"auto" keeps the packed weights of a file packed where that is faster; "none" unpacks them to `dtype`."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     load_format: LoadFormat = "auto"
@@ -57,6 +60,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
+        _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         if not isinstance(self.device, str) or not (
             self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)

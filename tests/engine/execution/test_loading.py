@@ -152,7 +152,7 @@ async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.Mon
         while True:
             yield "model.norm.weight", torch.zeros(64)
 
-    monkeypatch.setattr(loading, "iterate_tensors", slow)
+    monkeypatch.setattr(loading, "iterate_grouped", slow)
     task = asyncio.create_task(facts_of(folder))
     assert await asyncio.to_thread(started.wait, 10)
     task.cancel()

@@ -1,0 +1,196 @@
+"""The forms in which a processor multiplies with a weight matrix, chosen once when the weights are there.
+
+Torch's product of packed 4-bit weights reads a quarter of what bfloat16 takes, which is what counts for few rows; but
+its work grows with the rows, where a product in the processor's own matrix instructions hardly takes longer. So a
+packed matrix may have a dense copy, for steps of many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asyncllm.weights.grouped import GROUP, GroupedTensor
+
+_PACKED_ROWS = 16
+"""Output features that the packed product takes at a time."""
+_PACKED_AT_ONCE = 4096
+"""Output features that are packed at once: codes are 32 bits wide on the way. A multiple of the widest block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForms:
+    """Which forms suit a processor, and how much memory may be spent on them."""
+
+    blocked: bool = False  # dense weights in oneDNN's own order of elements, read in one pass whatever the rows
+    packed_rows: Mapping[int, int] = field(default_factory=dict)
+    """By the bits of a code: the rows up to which the packed product is faster than the dense one; empty: never."""
+    copies: bool = True  # packed weights get a dense copy for steps of more rows
+
+
+class Product(Protocol):
+    """x Wᵀ + b."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out], contiguous."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A product that was made, and what it takes beside the bias and a table that belongs to another layer."""
+
+    product: Product
+    weight_bytes: int  # of what it cannot do without
+    copy_bytes: int = 0  # of what it holds only to be faster
+
+
+class DenseProduct:
+    """Torch's own product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class BlockedProduct:
+    """oneDNN's product, with weights in the order that it would else bring them to at every call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
+class PackedProduct:
+    """Torch's product of bfloat16 rows with groups of 4-bit codes: sums in float32, scales and zeros in bfloat16.
+
+    Codes of 8 bits are two matrices beside each other, one of the upper four bits with sixteenfold scales and one of
+    the lower four, both multiplied by the same x.
+    """
+
+    def __init__(self, weight: GroupedTensor, bias: Tensor | None) -> None:
+        self.codes, self.scales = _pack(_planes(weight))
+        self.bias = bias
+        self._repeats = weight.bits // 4
+        self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        rows = x if x.dtype == torch.bfloat16 else x.bfloat16()
+        if self._repeats > 1:
+            rows = rows.repeat(1, self._repeats)
+        product: Tensor = self._multiply(rows, self.codes, GROUP, self.scales)
+        if product.dtype != x.dtype:
+            product = product.to(x.dtype)
+        return product if self.bias is None else product.add_(self.bias)
+
+
+class TwoFormProduct:
+    """The packed product for few rows, the dense one for more."""
+
+    def __init__(self, packed: PackedProduct, dense: Product, few: int) -> None:
+        self.packed = packed
+        self.dense = dense
+        self.few = few
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return self.packed(x) if len(x) <= self.few else self.dense(x)
+
+
+def make_product(
+    weight: Tensor | GroupedTensor, bias: Tensor | None, dtype: torch.dtype, forms: ProductForms
+) -> Formed:
+    """The product with a matrix as it was read; `dtype` is that of the activations and of `bias`."""
+    packed = _make_packed(weight, bias, forms)
+    if packed is None or forms.copies:
+        plain = weight if isinstance(weight, Tensor) else weight.dequantize().to(dtype)
+        dense = _make_dense(plain, bias, forms)
+        if packed is None:
+            return Formed(dense, plain.nbytes)
+        return Formed(_two_forms(packed, dense, weight, forms), _size(packed), plain.nbytes)
+    return Formed(packed, _size(packed))
+
+
+def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: ProductForms) -> Formed:
+    """The same with a matrix that another layer holds anyway, as the dense `table`."""
+    blocked = forms.copies and _takes_blocks(table, forms)
+    dense = _make_dense(table, None, forms) if blocked else DenseProduct(table, None)
+    copy_bytes = table.nbytes if blocked else 0
+    packed = _make_packed(weight, None, forms)
+    if packed is None:
+        return Formed(dense, 0, copy_bytes)
+    return Formed(_two_forms(packed, dense, weight, forms), _size(packed), copy_bytes)
+
+
+def _make_dense(weight: Tensor, bias: Tensor | None, forms: ProductForms) -> Product:
+    return (BlockedProduct if _takes_blocks(weight, forms) else DenseProduct)(weight, bias)
+
+
+def _takes_blocks(weight: Tensor, forms: ProductForms) -> bool:
+    return forms.blocked and weight.dtype == torch.bfloat16
+
+
+def _make_packed(weight: Tensor | GroupedTensor, bias: Tensor | None, forms: ProductForms) -> PackedProduct | None:
+    packs = isinstance(weight, GroupedTensor) and weight.bits in forms.packed_rows and packable(weight.shape)
+    return PackedProduct(weight, bias) if packs else None  # type: ignore[arg-type]  # `packs` says what it is
+
+
+def _two_forms(
+    packed: PackedProduct, dense: Product, weight: Tensor | GroupedTensor, forms: ProductForms
+) -> TwoFormProduct:
+    assert isinstance(weight, GroupedTensor)
+    return TwoFormProduct(packed, dense, forms.packed_rows[weight.bits])
+
+
+def _size(packed: PackedProduct) -> int:
+    return packed.codes.nbytes + packed.scales.nbytes
+
+
+def packable(shape: torch.Size) -> bool:
+    """Whether the packed product takes a matrix of this shape."""
+    return shape[0] % _PACKED_ROWS == 0 and shape[1] % GROUP == 0
+
+
+def packed_bytes(shape: torch.Size, bits: int) -> int:
+    """Size of a packed matrix."""
+    planes = bits // 4
+    return planes * shape.numel() // 2 + planes * shape.numel() // GROUP * 4
+
+
+def _planes(weight: GroupedTensor) -> GroupedTensor:
+    """The same matrix in codes of 4 bits; of 8 bits, the planes beside each other."""
+    if weight.bits == 4:
+        return weight
+    # c = 16 · (c >> 4) + (c & 15), and (c & 15) = ((c & 15) − 8) + 8
+    codes = torch.cat((weight.codes >> 4, (weight.codes & 15) - 8), dim=1)
+    scales = torch.cat((16 * weight.scales, weight.scales), dim=1)
+    zeros = torch.cat((torch.zeros_like(weight.zeros), weight.zeros + 8 * weight.scales), dim=1)
+    return GroupedTensor(codes, scales, zeros, 4)
+
+
+def _pack(weight: GroupedTensor) -> tuple[Tensor, Tensor]:
+    """What the operator takes: codes [out, in / 2], and [in / GROUP, out, 2] of scale and zero.
+
+    Its weight is (code − 8) · scale + zero, with codes from 0 to 15.
+    """
+    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+    starts = range(0, len(weight.codes), _PACKED_AT_ONCE)
+    pieces = [pack(weight.codes[start : start + _PACKED_AT_ONCE].int() + 8, 1) for start in starts]
+    scales = torch.stack((weight.scales, weight.zeros), dim=-1).to(torch.bfloat16)
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0], scales.transpose(0, 1).contiguous()
