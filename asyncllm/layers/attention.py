@@ -158,7 +158,7 @@ class Attention:
         `cache`, one entry a layer of the group, takes the tokens' keys and values first.
         """
         shape, layer = self.shape, cache[self.cache.index]
-        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         self.prepare(heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads), rotation)
         key_values = heads.narrow(1, shape.num_heads, 2 * shape.num_kv_heads)
         layer.lines.index_copy_(0, batch.write, key_values.reshape(-1, shape.head_dim))

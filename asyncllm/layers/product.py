@@ -77,54 +77,93 @@ class BlockedProduct:
 
 
 class PackedProduct:
-    """Torch's product of bfloat16 rows with groups of 4-bit codes: sums in float32, scales and zeros in bfloat16.
+    """Torch's product of bfloat16 rows with groups of 4-bit codes: sums in float32, scales and zeros in bfloat16."""
 
-    Codes of 8 bits are two matrices beside each other, one of the upper four bits with sixteenfold scales and one of
-    the lower four, both multiplied by the same x.
+    def __init__(self, weight: GroupedTensor) -> None:
+        self.codes, self.scales = _pack(weight)
+        self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    @property
+    def nbytes(self) -> int:
+        """Size of codes, scales and zeros."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`; x is bfloat16."""
+        product: Tensor = self._multiply(x, self.codes, GROUP, self.scales)
+        return product
+
+
+class BytePackedProduct(PackedProduct):
+    """The same with codes of 8 bits: two matrices beside each other, both multiplied by the same x.
+
+    One has the upper four bits, with sixteenfold scales, the other the lower four.
     """
 
-    def __init__(self, weight: GroupedTensor, bias: Tensor | None) -> None:
-        self.codes, self.scales = _pack(_planes(weight))
-        self.bias = bias
-        self._repeats = weight.bits // 4
-        self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    def __init__(self, weight: GroupedTensor) -> None:
+        # c = 16 · (c >> 4) + (c & 15), and c & 15 = ((c & 15) − 8) + 8
+        codes = torch.cat((weight.codes >> 4, (weight.codes & 15) - 8), dim=1)
+        scales = torch.cat((16 * weight.scales, weight.scales), dim=1)
+        zeros = torch.cat((torch.zeros_like(weight.zeros), weight.zeros + 8 * weight.scales), dim=1)
+        super().__init__(GroupedTensor(codes, scales, zeros, 4))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`; x is bfloat16."""
+        return super().__call__(x.repeat(1, 2))
+
+
+class RoundedProduct:
+    """A product of bfloat16 rows, for activations of another dtype."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Product`."""
-        rows = x if x.dtype == torch.bfloat16 else x.bfloat16()
-        if self._repeats > 1:
-            rows = rows.repeat(1, self._repeats)
-        product: Tensor = self._multiply(rows, self.codes, GROUP, self.scales)
-        if product.dtype != x.dtype:
-            product = product.to(x.dtype)
-        return product if self.bias is None else product.add_(self.bias)
+        return self.product(x.bfloat16()).to(x.dtype)
+
+
+class BiasedProduct:
+    """A product that has no bias of its own, and a bias."""
+
+    def __init__(self, product: Product, bias: Tensor) -> None:
+        self.product = product
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return self.product(x).add_(self.bias)
 
 
 class TwoFormProduct:
     """The packed product for few rows, the dense one for more."""
 
-    def __init__(self, packed: PackedProduct, dense: Product, few: int) -> None:
+    def __init__(self, packed: Product, dense: Product, few: int) -> None:
         self.packed = packed
         self.dense = dense
         self.few = few
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Product`."""
-        return self.packed(x) if len(x) <= self.few else self.dense(x)
+        return self.packed(x) if x.shape[0] <= self.few else self.dense(x)
 
 
 def make_product(
     weight: Tensor | GroupedTensor, bias: Tensor | None, dtype: torch.dtype, forms: ProductForms
 ) -> Formed:
     """The product with a matrix as it was read; `dtype` is that of the activations and of `bias`."""
-    packed = _make_packed(weight, bias, forms)
-    if packed is None or forms.copies:
-        plain = weight if isinstance(weight, Tensor) else weight.dequantize().to(dtype)
-        dense = _make_dense(plain, bias, forms)
-        if packed is None:
-            return Formed(dense, plain.nbytes)
-        return Formed(_two_forms(packed, dense, weight, forms), _size(packed), plain.nbytes)
-    return Formed(packed, _size(packed))
+    if isinstance(weight, Tensor):
+        return Formed(_make_dense(weight, bias, forms), weight.nbytes)
+    packs = _is_packed(weight, forms)
+    if packs and not forms.copies:
+        return _make_packed(weight, bias, dtype)
+    plain = weight.dequantize().to(dtype)
+    dense = _make_dense(plain, bias, forms)
+    if not packs:
+        return Formed(dense, plain.nbytes)
+    packed = _make_packed(weight, bias, dtype)
+    both = TwoFormProduct(packed.product, dense, forms.packed_rows[weight.bits])
+    return Formed(both, packed.weight_bytes, plain.nbytes)
 
 
 def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: ProductForms) -> Formed:
@@ -132,10 +171,11 @@ def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: Prod
     blocked = forms.copies and _takes_blocks(table, forms)
     dense = _make_dense(table, None, forms) if blocked else DenseProduct(table, None)
     copy_bytes = table.nbytes if blocked else 0
-    packed = _make_packed(weight, None, forms)
-    if packed is None:
+    if isinstance(weight, Tensor) or not _is_packed(weight, forms):
         return Formed(dense, 0, copy_bytes)
-    return Formed(_two_forms(packed, dense, weight, forms), _size(packed), copy_bytes)
+    packed = _make_packed(weight, None, table.dtype)
+    both = TwoFormProduct(packed.product, dense, forms.packed_rows[weight.bits])
+    return Formed(both, packed.weight_bytes, copy_bytes)
 
 
 def _make_dense(weight: Tensor, bias: Tensor | None, forms: ProductForms) -> Product:
@@ -146,20 +186,14 @@ def _takes_blocks(weight: Tensor, forms: ProductForms) -> bool:
     return forms.blocked and weight.dtype == torch.bfloat16
 
 
-def _make_packed(weight: Tensor | GroupedTensor, bias: Tensor | None, forms: ProductForms) -> PackedProduct | None:
-    packs = isinstance(weight, GroupedTensor) and weight.bits in forms.packed_rows and packable(weight.shape)
-    return PackedProduct(weight, bias) if packs else None  # type: ignore[arg-type]  # `packs` says what it is
+def _is_packed(weight: GroupedTensor, forms: ProductForms) -> bool:
+    return weight.bits in forms.packed_rows and packable(weight.shape)
 
 
-def _two_forms(
-    packed: PackedProduct, dense: Product, weight: Tensor | GroupedTensor, forms: ProductForms
-) -> TwoFormProduct:
-    assert isinstance(weight, GroupedTensor)
-    return TwoFormProduct(packed, dense, forms.packed_rows[weight.bits])
-
-
-def _size(packed: PackedProduct) -> int:
-    return packed.codes.nbytes + packed.scales.nbytes
+def _make_packed(weight: GroupedTensor, bias: Tensor | None, dtype: torch.dtype) -> Formed:
+    packed = (PackedProduct if weight.bits == 4 else BytePackedProduct)(weight)
+    product: Product = packed if dtype == torch.bfloat16 else RoundedProduct(packed)
+    return Formed(product if bias is None else BiasedProduct(product, bias), packed.nbytes)
 
 
 def packable(shape: torch.Size) -> bool:
@@ -171,17 +205,6 @@ def packed_bytes(shape: torch.Size, bits: int) -> int:
     """Size of a packed matrix."""
     planes = bits // 4
     return planes * shape.numel() // 2 + planes * shape.numel() // GROUP * 4
-
-
-def _planes(weight: GroupedTensor) -> GroupedTensor:
-    """The same matrix in codes of 4 bits; of 8 bits, the planes beside each other."""
-    if weight.bits == 4:
-        return weight
-    # c = 16 · (c >> 4) + (c & 15), and (c & 15) = ((c & 15) − 8) + 8
-    codes = torch.cat((weight.codes >> 4, (weight.codes & 15) - 8), dim=1)
-    scales = torch.cat((16 * weight.scales, weight.scales), dim=1)
-    zeros = torch.cat((torch.zeros_like(weight.zeros), weight.zeros + 8 * weight.scales), dim=1)
-    return GroupedTensor(codes, scales, zeros, 4)
 
 
 def _pack(weight: GroupedTensor) -> tuple[Tensor, Tensor]:
