@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncllm.results import TokenDelta as TokenDelta
     from asyncllm.results import TokenLogprob as TokenLogprob
     from asyncllm.results import Usage as Usage
+    from asyncllm.structured import StructuredOutput as StructuredOutput
 
 _HOMES = {
     "AsyncEngine": "asyncllm.engine.async_engine",
@@ -36,6 +37,7 @@ _HOMES = {
     "PositionLogprobs": "asyncllm.results",
     "RepetitionDetection": "asyncllm.params",
     "SamplingParams": "asyncllm.params",
+    "StructuredOutput": "asyncllm.structured",
     "TokenDelta": "asyncllm.results",
     "TokenLogprob": "asyncllm.results",
     "TokenStream": "asyncllm.engine.async_engine",
@@ -52,6 +54,7 @@ __all__ = [
     "PositionLogprobs",
     "RepetitionDetection",
     "SamplingParams",
+    "StructuredOutput",
     "TokenDelta",
     "TokenLogprob",
     "TokenStream",

@@ -12,6 +12,7 @@ from asyncllm.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+LogprobsMode = Literal["raw", "processed"]
 
 MAX_ROWS = 65_536
 """The most rows of a step: each takes memory whether it is used or not."""
@@ -53,6 +54,8 @@ class EngineConfig:
     """Waiting this long is worth one level of priority, so that nothing waits for ever."""
     model_defaults: bool = True
     """Take sampling defaults from the model's generation_config."""
+    logprobs_mode: LogprobsMode = "raw"
+    """Log-probabilities are "raw": of the model's own logits; or "processed": of what the token was drawn from."""
     chat_template: str | None = None
     """A Jinja chat template to use in place of the model's own."""
     threads: int | None = None
@@ -61,6 +64,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
         _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
+        _one_of("logprobs_mode", self.logprobs_mode, LogprobsMode.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         if not isinstance(self.device, str) or not (
             self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)

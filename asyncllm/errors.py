@@ -12,6 +12,7 @@ AsyncLLMError
 │   └── InsufficientMemoryError         weights or cache do not fit; the message says what would
 ├── RequestError (ValueError)           one request is refused or fails; the engine goes on
 │   ├── InvalidParamsError              a SamplingParams, or a request option, with impossible values
+│   │   └── GrammarError                a structured output that cannot be compiled, or not be enforced
 │   ├── InvalidPromptError              empty, ids outside the vocabulary, an unknown shape
 │   ├── ChatTemplateError               no chat template, or the template refused the messages
 │   ├── ContextLengthError              longer than the context, or than the whole KV pool
@@ -70,6 +71,10 @@ class RequestError(AsyncLLMError, ValueError):
 
 class InvalidParamsError(RequestError):
     """Sampling parameters or request options with impossible values."""
+
+
+class GrammarError(InvalidParamsError):
+    """A structured output that cannot be compiled, that cannot be enforced, or that grew too complex on the way."""
 
 
 class InvalidPromptError(RequestError):

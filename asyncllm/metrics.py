@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,31 @@ class EngineStatistics:
     def prefix_hit_rate(self) -> float:
         """Share of prompt tokens that came from the prefix cache; 0 before the first request."""
         return self.prompt_tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class BlockState(IntEnum):
+    """What a block of the KV cache is."""
+
+    FREE = 0
+    CACHED = 1  # held by no request, but reusable by one with the same prefix
+    USED = 2  # held by one request
+    SHARED = 3  # held by several, which have the same prefix
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A live request, as `engine.inspect()` sees it."""
+
+    number: int  # in order of arrival
+    stage: str  # "preparing", "queued", "running" or "done": its blocks are about to be freed
+    age: float  # seconds since it arrived
+    prompt_tokens: int  # 0 until it is tokenised
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """`engine.inspect()`: what the engine holds, one by one; put together only when somebody asks."""
+
+    blocks: bytes  # the `BlockState` of each block
+    requests: tuple[RequestView, ...]  # the oldest ones

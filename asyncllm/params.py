@@ -17,6 +17,7 @@ from asyncllm.param_checks import (
     checked_ids,
     checked_strings,
 )
+from asyncllm.structured import StructuredOutput
 
 MAX_TEMPERATURE = 3.4e38
 """The largest that float32 holds, as devices do."""
@@ -146,8 +147,9 @@ class SamplingParams:
     """End the model's reasoning after so many tokens of it."""
     repetition_detection: RepetitionDetection | None = None
     """End a request that repeats itself."""
-    structured_output: object | None = None
-    """What form the output must have: a StructuredOutput."""
+    structured_output: StructuredOutput | None = None
+    """What form the output must have: a StructuredOutput, or a Pydantic model. Where it is complete the output ends,
+    before min_tokens if it must."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """Called in their order before each token is sampled; plain or async. One that raises ends its request."""
     on_token: OnToken | None = None
@@ -170,6 +172,7 @@ class SamplingParams:
                 f"repetition_detection must be a RepetitionDetection, got {self.repetition_detection!r:.80}"
             )
         self._settle()
+        self._check_structure()
         if self.stop and not self.detokenize:
             raise InvalidParamsError("stop strings are looked for in the text, which detokenize=False leaves out")
         self._check_bans()
@@ -240,6 +243,19 @@ class SamplingParams:
             ids = getattr(self, name)
             if ids is not None:
                 put(name, checked_ids(name, ids, most))
+
+    def _check_structure(self) -> None:
+        structured = self.structured_output
+        if structured is None:
+            return
+        if hasattr(structured, "model_json_schema"):
+            structured = StructuredOutput.from_model(structured)
+            object.__setattr__(self, "structured_output", structured)
+        if not isinstance(structured, StructuredOutput):
+            raise InvalidParamsError(f"structured_output must be a StructuredOutput, got {structured!r:.80}")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise InvalidParamsError(f"{name} with structured_output: together they may leave nothing legal")
 
     def _check_bans(self) -> None:
         """What can be seen to leave nothing legal without knowing the vocabulary."""

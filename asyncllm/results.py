@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -83,7 +83,18 @@ class Choice:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None  # one for each of `token_ids`, where they were asked for
-    parsed: Any = None  # what the text is as a Pydantic model, where one was asked for
+    outcome: Any = field(default=None, repr=False, compare=False)  # see `parsed`; a ValueError where there is none
+
+    @property
+    def parsed(self) -> Any:
+        """What a structured output came to: the Pydantic model, the JSON value, the text of a choice or a regex.
+
+        None where none was asked for, or where it is not complete (it did not end by itself). Raises `ValueError`,
+        Pydantic's own, where the model refuses what its schema allows.
+        """
+        if isinstance(self.outcome, ValueError):
+            raise self.outcome
+        return self.outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +136,5 @@ class Completion:
 
     @property
     def parsed(self) -> Any:
-        """What choice 0 is as a Pydantic model, where one was asked for."""
+        """What the structured output of choice 0 came to, see `Choice.parsed`."""
         return self.choices[0].parsed

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncllm import AsyncEngine, EngineConfig, SamplingParams
-from asyncllm.engine.execution.runner import ModelFacts
+from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
@@ -64,12 +64,12 @@ class RoundRunner:
         self._steps: deque[tuple[asyncio.Future[StepResult], StepResult]] = deque()
         rounds.runner = self
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         future: asyncio.Future[StepResult] = self.loop.create_future()
         token_ids = np.full(plan.num_sampled, 70 + plan.step % 26, np.int32)
         self._steps.append((future, StepResult(plan.step, token_ids)))
         self._answer()
-        return future
+        return StepTicket(future)
 
     def allow(self) -> None:
         self._begun = True

@@ -177,6 +177,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE)
 
 
+async def test_g09_the_bytes_of_tokens_are_their_own(tmp_path: Path, smollm2_tokenizer: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=3, logprob_token_ids=[230, 57])
+    completion, _ = await say(tmp_path, smollm2_tokenizer, [10813, 230, 131, 57, 2], params)
+    assert completion.logprobs is not None
+    chosen = [position.chosen for position in completion.logprobs]
+    assert [list(token.bytes) for token in chosen] == [[240, 159], [140], [182], [73], list(b"<|im_end|>")]
+    assert b"".join(token.bytes for token in chosen[:-1]).decode() == completion.text == "\U0001f336I"
+    assert [token.text for token in chosen[:2]] == ["bytes:\\xf0\\x9f", "bytes:\\x8c"]
+    backend = Backend.from_file(str(smollm2_tokenizer / "tokenizer.json"))
+    for position in completion.logprobs:
+        assert position.top[0].token_id == position.chosen.token_id
+        assert [token.token_id for token in position.top[3:]] == [230, 57]
+        for token in position.top:
+            text = backend.decode([token.token_id], skip_special_tokens=False)
+            assert "\ufffd" in text or text.encode() == token.bytes
+
+
 async def test_g13_a_seed_does_not_depend_on_batch_mates(tiny: Path) -> None:
     seeded = SamplingParams(temperature=0.8, seed=42, max_tokens=24, ignore_eos=True)
     unseeded = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
@@ -201,6 +218,9 @@ async def test_g15_ids_outside_the_vocabulary_are_refused(tiny: Path) -> None:
                 await engine.generate(prompt, GREEDY)
         with pytest.raises(InvalidParamsError, match="1000000"):
             await engine.generate([3], SamplingParams(stop_token_ids=[10**6], min_tokens=1))
+        for field in ({"logit_bias": {512: 5}}, {"allowed_token_ids": [512]}, {"logprob_token_ids": [600]}):
+            with pytest.raises(InvalidParamsError, match=next(iter(field))):
+                await engine.generate([3], SamplingParams(**field))
         assert (await engine.generate([3], GREEDY)).finish_reason in ("stop", "length")
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncllm import AsyncEngine, Completion, SamplingParams
+from asyncllm import AsyncEngine, Completion, PositionLogprobs, SamplingParams
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,42 @@ def requests() -> list[Request]:
         Request(list(range(100, 300)), SamplingParams(temperature=0.8, seed=9, max_tokens=20)),
         Request("cut", SamplingParams(temperature=1.0, seed=10, max_tokens=1)),
         Request("none", SamplingParams(max_tokens=0)),
+        *(Request(SHARED[i:40], params) for i, params in enumerate(parameters())),
     ]
+
+
+def parameters() -> list[SamplingParams]:
+    """Every parameter of a row, in requests that run beside each other."""
+    return [
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2),
+        SamplingParams(seed=21, max_tokens=20, frequency_penalty=1.5, logit_bias={7: 4.0, 60: -3.0}, prompt_logprobs=1),
+        SamplingParams(
+            seed=22, max_tokens=20, allowed_token_ids=range(30, 90), min_tokens=4, logprob_token_ids=[1, 44]
+        ),
+        SamplingParams(seed=23, max_tokens=20, typical_p=0.8, temperature=1.2, ignore_eos=True),
+        SamplingParams(seed=24, max_tokens=20, xtc_probability=0.7, xtc_threshold=0.01, top_k=40, logprobs=0),
+        SamplingParams(seed=25, max_tokens=20, top_n_sigma=1.5, min_p=0.02, bad_words=["a", "e"]),
+        SamplingParams(seed=26, max_tokens=0, prompt_logprobs=0),
+        SamplingParams(seed=27, max_tokens=12, truncate_prompt_tokens=9, detokenize=False),
+    ]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities, equal to others within rounding."""
+
+    positions: Sequence[PositionLogprobs | None] | None
+
+    def entries(self) -> tuple[list[Any], list[float]]:
+        found = [entry for each in self.positions or () if each for entry in (each.chosen, *each.top)]
+        return [(entry.token_id, entry.bytes, entry.text) for entry in found], [entry.logprob for entry in found]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Scores)
+        (mine, my_scores), (theirs, their_scores) = self.entries(), other.entries()
+        return mine == theirs and my_scores == pytest.approx(their_scores, abs=1e-4)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def outcome(completion: Completion) -> tuple[Any, ...]:
@@ -76,6 +111,8 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
         usage.prompt_tokens,
         usage.completion_tokens,
         [(c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in completion.choices],
+        [Scores(c.logprobs) for c in completion.choices],
+        Scores(completion.prompt_logprobs),
     )
 
 
@@ -111,6 +148,7 @@ async def streamed(engine: AsyncEngine) -> list[Any]:
         completion = await stream.result()
         assert "".join(delta.text for delta in deltas) == completion.text
         assert tuple(i for delta in deltas for i in delta.token_ids) == completion.token_ids
+        assert tuple(each for delta in deltas for each in delta.logprobs or ()) == (completion.logprobs or ())
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert deltas[-1].finish_reason == completion.finish_reason
         assert deltas[-1].usage == completion.usage
@@ -211,12 +249,13 @@ def baseline(model: Path, device: str) -> list[Any]:
 
 
 def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> None:
-    finishes = [choices[0][3] for *_, choices in baseline]
+    answers = [choices for *_, choices, _, _ in baseline]
+    finishes = [choices[0][3] for choices in answers]
     assert {"stop", "length"} <= set(finishes)
-    stop_reasons = [choices[0][4] for *_, choices in baseline]
+    stop_reasons = [choices[0][4] for choices in answers]
     assert any(isinstance(reason, str) for reason in stop_reasons)
     assert any(isinstance(reason, int) for reason in stop_reasons)
-    assert len({choices[0][1] for *_, choices in baseline}) > 8  # the answers differ from one another
+    assert len({choices[0][1] for choices in answers}) > 14  # the answers differ from one another
 
 
 @pytest.mark.parametrize("name", VARIANTS)

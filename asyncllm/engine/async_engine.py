@@ -28,9 +28,10 @@ from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
-from asyncllm.metrics import EngineStatistics
+from asyncllm.metrics import EngineStatistics, Inspection
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion
+from asyncllm.structured import StructuredOutput
 
 __all__ = ["AsyncEngine", "RequestOptions", "TokenStream"]
 
@@ -145,7 +146,7 @@ class AsyncEngine:
     def stream(  # noqa: PLR0913  # all but the first two by keyword
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | StructuredOutput | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -157,12 +158,14 @@ class AsyncEngine:
     ) -> TokenStream:
         """A stream of the answer to a text, chat messages or token ids. Nothing happens until it is used.
 
-        `priority`: lower is served first. `deadline`: seconds from now; a request that is not done by then ends with
-        `finish_reason="deadline"`. `cache_salt`: cached prefixes are shared only with requests of the same salt.
-        `tools`, `chat_template_kwargs` and `continue_final_message` are for the chat template. Raises
-        `InvalidParamsError`; what is wrong with the prompt is raised when the stream is used.
+        A StructuredOutput stands for SamplingParams with it. `priority`: lower is served first. `deadline`: seconds
+        from now; a request that is not done by then ends with `finish_reason="deadline"`. `cache_salt`: cached
+        prefixes are shared only with requests of the same salt. `tools`, `chat_template_kwargs` and
+        `continue_final_message` are for the chat template. Raises `InvalidParamsError`; what is wrong with the prompt,
+        or with a grammar, is raised when the stream is used.
         """
-        params = SamplingParams() if params is None else params
+        if params is None or isinstance(params, StructuredOutput):
+            params = SamplingParams(structured_output=params)
         if chat_template_kwargs is not None and not (
             isinstance(chat_template_kwargs, Mapping) and all(isinstance(name, str) for name in chat_template_kwargs)
         ):
@@ -183,7 +186,7 @@ class AsyncEngine:
         return TokenStream(mailbox, submission, self._submit)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+        self, prompt: Prompt, params: SamplingParams | StructuredOutput | None = None, **options: Unpack[RequestOptions]
     ) -> Completion:
         """The same as `stream`, collected. Cancelling it aborts the request."""
         return await self.stream(prompt, params, **options).result()
@@ -233,6 +236,13 @@ class AsyncEngine:
     def statistics(self) -> EngineStatistics:
         """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""
         return self._core().statistics()
+
+    async def inspect(self, limit: int = 64) -> Inspection:
+        """What each block of the cache is, and the `limit` oldest requests: a view of the engine for people, once a
+        second or so."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        return self._core().inspect(limit)
 
     def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Hand a request to the engine. Returns what abandons it, which takes no lock."""

@@ -5,8 +5,8 @@ one when commands are. Only the methods under "from any thread" may be called el
 before the last one's tokens are delivered, so that the device does not wait for consumers.
 
 Does not belong here: deciding (the scheduler), computing (the runner), tokenising and validating (`preparation`), who
-listens (`live_requests`), the caller's side (`stream`, `async_engine`). What is done for every token is done in
-`_deliver`, and nowhere else.
+listens (`live_requests`), what becomes of a token (`delivery`), what a late request's host has to say (`guidance`), the
+caller's side (`stream`, `async_engine`).
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.command_queue import CommandQueue
+from asyncllm.engine.delivery import Delivery
+from asyncllm.engine.guidance import Guidance
+from asyncllm.engine.guide_work import GuideWork
 from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.model import ServedModel, scheduler_config
-from asyncllm.engine.plan import StepResult
-from asyncllm.engine.preparation import Preparation, Prepared, Submission, count_characters
-from asyncllm.engine.scheduling.reports import Ended, StepTokens
+from asyncllm.engine.plan import LateTokens, StepResult
+from asyncllm.engine.preparation import Preparation, Prepared, Submission
+from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, RequestError, RequestFailed
-from asyncllm.metrics import EngineStatistics
+from asyncllm.metrics import EngineStatistics, Inspection
 from asyncllm.results import FinishReason
 
 logger = logging.getLogger("asyncllm")
 
 Result = TypeVar("Result")
-
-COMMANDS_A_TURN = 64
-"""So that a thousand requests at once do not hold up the steps of those that run."""
-
 
 class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
@@ -53,18 +53,19 @@ class Core:
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()
-        self._pipeline = StepPipeline(self._scheduler, model.runner, self._step_done, self._context)
-        self._commands: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._yielding = False  # there are more commands than one turn takes
+        self._pipeline = StepPipeline(
+            self._scheduler, model.runner, done=self._step_done, late_done=self._late_done, context=self._context
+        )
+        self._commands = CommandQueue(self._loop, self._context, self._run_turn)
         self._ids = count()
         self._live = LiveRequests()
-        self._routes: list[Request] = []  # the requests of `_routed`, in its order
-        self._routed: Sequence[int] | None = None
-        self._found: list[int] = []  # requests whose stop string was found in this delivery
+        self._delivery = Delivery(self._scheduler, self._live, self._fail)
+        work = GuideWork(workers.guides, self._call_for_words)
+        self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, self._fail)
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
+        self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
         self._dead: EngineDead | None = None
-        self._tokens = 0
         self._counts = self._scheduler.counts()  # of the last turn: read by other threads
         self._served: asyncio.Future[None] = self._loop.create_future()
 
@@ -75,8 +76,8 @@ class Core:
     def end(self) -> None:
         """Answer the commands that came too late. After the loop was closed, on its thread."""
         self._closing = True
-        while self._commands:
-            method, argument = self._commands.popleft()
+        while (command := self._commands.take()) is not None:
+            method, argument = command
             if method == self._open:
                 method(argument)
         for request in self._live:  # none, unless the thread failed
@@ -91,21 +92,21 @@ class Core:
         Raises `EngineClosed` where nobody would answer any more.
         """
         request = next(self._ids)
-        if not self._command(self._open, (Request(request, mailbox, submission), submission, loop)):
+        if not self._commands.post(self._open, (Request(request, mailbox, submission), submission, loop)):
             raise EngineClosed("the engine is closed")
         return request
 
     def abandon(self, request: int) -> None:
         """Nobody reads this request any more. A finalizer calls it, so it takes no lock."""
-        self._command(self._abandon, request)
+        self._commands.post(self._abandon, request)
 
     def abort(self, request_id: str) -> None:
         """End the live request of this name, if there is one."""
-        self._command(self._abort_named, request_id)
+        self._commands.post(self._abort_named, request_id)
 
     def close(self, drain: float) -> None:
         """Take no more requests, and end those that are still there after `drain` seconds with `EngineClosed`."""
-        self._command(self._close, drain)
+        self._commands.post(self._close, drain)
 
     def on_worker(self, characters: int, work: Callable[[Preparation], Result]) -> Future[Result]:
         """Tokenising, rendering and the like, beside any request. Raises `EngineClosed`."""
@@ -123,46 +124,22 @@ class Core:
             rows_used=counts.rows_used,
             blocks_total=counts.blocks_total,
             blocks_used=counts.blocks_used,
-            blocks_cached=counts.blocks_cached,
-            blocks_free=counts.blocks_free,
+            blocks_cached=counts.blocks_cached, blocks_free=counts.blocks_free,
             prompt_tokens=counts.prompt_tokens,
             prompt_tokens_cached=counts.prompt_tokens_cached,
-            tokens_generated=self._tokens,
+            tokens_generated=self._delivery.tokens,
             tokens_computed=counts.tokens_computed,
-            requests_finished=live.finished,
-            requests_aborted=live.aborted,
+            requests_finished=live.finished, requests_aborted=live.aborted,
             preemptions=counts.preemptions,
             memory_bytes=dict(self._model.facts.memory_bytes),
             step_times=self._pipeline.times(),
-        )
+        )  # fmt: skip
 
-    def _command(self, method: Callable[[Any], None], argument: Any) -> bool:
-        # Each command wakes the loop. A flag that a turn is due already would save little, and a KeyboardInterrupt
-        # between the flag and the wake-up would leave the engine deaf.
-        self._commands.append((method, argument))
-        try:
-            self._loop.call_soon_threadsafe(self._run_commands, context=self._context)
-        except RuntimeError:  # the loop is closed: the engine has ended, and every stream with it
-            return False
-        return True
+    def inspect(self, limit: int) -> Inspection:
+        """What is held now, block by block, and the oldest requests."""
+        return Inspection(self._scheduler.cache.pool.states(), self._live.views(limit))
 
     # --- turns ---
-
-    def _run_commands(self) -> None:
-        if self._commands and not self._yielding:
-            self._run_turn(self._take_commands)
-
-    def _take_commands(self) -> None:
-        for _ in range(min(COMMANDS_A_TURN, len(self._commands))):
-            method, argument = self._commands.popleft()
-            method(argument)
-        if self._commands:
-            self._yielding = True
-            self._loop.call_soon(self._go_on, context=self._context)
-
-    def _go_on(self) -> None:
-        self._yielding = False
-        self._run_commands()
 
     def _run_turn(self, work: Callable[[], object]) -> None:
         """A turn that is not a step's: do this, then what follows from it."""
@@ -171,7 +148,7 @@ class Core:
             if self._dead is None:
                 self._launch()
                 self._tell_lost()
-                self._settle(self._scheduler.take_ended())
+                self._settle()
             else:
                 self._rest()
         except Exception as error:
@@ -185,18 +162,45 @@ class Core:
             tokens = self._pipeline.take(future)
             self._launch()
             start = clock()
-            ended = self._scheduler.take_ended()
+            self._delivery.note_ended()
             if tokens is not None:
-                self._deliver(tokens, ended)
+                self._delivery.deliver(tokens)
             self._tell_lost()  # after the delivery: a token that came is not lost with the step after it
-            self._settle(ended + self._scheduler.take_ended())  # with those whose stop string came
+            self._settle()
             self._pipeline.rest(start)
         except Exception as error:
             self._die(error)
 
+    def _late_done(self, future: asyncio.Future[LateTokens]) -> None:
+        if self._dead is None:
+            self._run_turn(lambda: self._take_late(future))
+
+    def _take_late(self, future: asyncio.Future[LateTokens]) -> None:
+        tokens = self._pipeline.take_late(future)
+        if tokens is not None:
+            self._guidance.take_late(tokens)
+
+    def _call_for_words(self) -> None:
+        """On any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._run_turn, self._guidance.take_words, context=self._context)
+
     def _launch(self) -> None:
-        for request in self._pipeline.launch():
+        """Launch what can be launched now; what is put off, then."""
+        guidance, launches = self._guidance, self._pipeline.launches
+        for request in self._pipeline.launch(guidance.awaited):
             self._live[request].mailbox.stage = Stage.RUNNING
+        if self._pipeline.launches != launches:
+            guidance.let_pass()
+        until = self._pipeline.hold_until(guidance.awaited())
+        if self._hold is not None and self._hold.when() != until:
+            self._hold.cancel()
+            self._hold = None
+        if until is not None and self._hold is None:
+            self._hold = self._loop.call_at(until, self._run_turn, self._let_go, context=self._context)
+
+    def _let_go(self) -> None:
+        self._hold = None
 
     def _tell_lost(self) -> None:
         """End the requests of a failed step, and go on with the others."""
@@ -206,43 +210,10 @@ class Core:
                 self._live.fail(self._live[request], failure)
             self._launch()
 
-    def _deliver(self, tokens: StepTokens, ended: Sequence[Ended]) -> None:
-        """Leave each request's token, and the text that it adds, in its mailbox."""
-        if tokens.requests is not self._routed:
-            self._route(tokens.requests)
-        for end in ended:
-            request = self._live.get(end.request)
-            if request is not None and end.stop_token_id is not None and not request.params.include_stop_str_in_output:
-                request.mute()
-        self._tokens += len(tokens.token_ids)
-        for request, token_id in zip(self._routes, tokens.token_ids, strict=True):
-            mailbox = request.mailbox
-            if request.push is not None:
-                try:
-                    text = request.push((token_id,))
-                except Exception as error:
-                    self._fail(request, RequestFailed.caused("the tokens could not be turned into text", error))
-                    continue
-                mailbox.texts.append(text)
-            mailbox.ids.append(token_id)
-            if mailbox.waiter is not None and not mailbox.signalled:
-                mailbox.notify()
-        for stopped in self._found:
-            self._scheduler.finish(stopped, FinishReason.STOP)
-        self._found.clear()
-
-    def _route(self, requests: Sequence[int]) -> None:
-        self._routed = requests
-        self._routes = [self._live[request] for request in requests]
-        now = clock()
-        for request in self._routes:
-            if request.first_token is None:
-                request.first_token = now
-
-    def _settle(self, ended: Sequence[Ended]) -> None:
+    def _settle(self) -> None:
         """End a turn: tell the streams, and set the timer when no step will end that."""
         while True:
-            for end in ended:
+            for end in self._delivery.take_ended():
                 self._end(end)
             for request in self._scheduler.take_released():
                 self._live.release(request)
@@ -252,9 +223,8 @@ class Core:
                 break
             for orphan in orphans:
                 self._abort(orphan)
-            ended = self._scheduler.take_ended()
         if not self._pipeline.busy:
-            self._routed, self._routes = None, []  # nothing of the last step is kept
+            self._delivery.rest()
             self._set_timer()
             if self._closing and not len(self._live) and not self._served.done():
                 self._served.set_result(None)
@@ -287,7 +257,7 @@ class Core:
             if self._dead is not None or self._closing:
                 raise EngineClosed("the engine is closed") if self._dead is None else self._death()
             if not request.mailbox.aborted:
-                self._workers.submit(count_characters(submission.prompt), self._prepare, request, submission)
+                self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:
             self._refuse(request, error)
         except RuntimeError as error:  # the workers are gone: the interpreter is about to end
@@ -305,7 +275,7 @@ class Core:
             prepared: Prepared | BaseException = self._preparation.prepare(submission)
         except BaseException as error:  # a panic in Rust is no Exception
             prepared = error
-        self._command(self._add, (request, submission, prepared))
+        self._commands.post(self._add, (request, submission, prepared))
 
     def _add(self, addition: tuple[Request, Submission, Prepared | BaseException]) -> None:
         request, submission, prepared = addition
@@ -325,10 +295,12 @@ class Core:
         self._scheduler.check_admissible(len(prepared.token_ids))
         request.queued = clock()
         mailbox.prompt = prepared.token_ids
-        if prepared.max_tokens == 0:
+        if prepared.max_tokens == 0 and prepared.sampling.prompt_logprobs is None:
             return self._live.end_unscheduled(request, FinishReason.LENGTH)
         self._scheduler.add(prepared.spec(request.id, submission, self._model.facts.max_model_len))
-        request.take_text(prepared, self._found)
+        request.take_text(prepared, self._delivery.found)
+        if prepared.guide is not None:
+            self._guidance.begin(request, prepared.guide)
         mailbox.stage = Stage.QUEUED
         mailbox.notify()
 
@@ -379,8 +351,9 @@ class Core:
         self._dead.__cause__ = error
         for request in self._live:
             self._refuse(request, self._death())
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._hold):
+            if timer is not None:
+                timer.cancel()
         self._rest()
 
     def _death(self) -> EngineDead:
@@ -390,6 +363,7 @@ class Core:
         return death
 
     def _end(self, ended: Ended) -> None:
+        self._guidance.end(ended.request)
         request = self._live.get(ended.request)
         if request is not None:
             try:

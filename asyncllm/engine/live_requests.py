@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncllm.engine.mailbox import ConsumerLoop, Ending, Mailbox, Stage
-from asyncllm.engine.preparation import Prepared, Submission
+from asyncllm.engine.preparation import ChatOptions, Prepared, Submission
 from asyncllm.engine.request_text import RequestText
-from asyncllm.engine.scheduling.reports import Ended
+from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
-from asyncllm.metrics import RequestMetrics
+from asyncllm.metrics import RequestMetrics, RequestView
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 from asyncllm.results import FinishReason, Usage
@@ -39,8 +39,14 @@ class Request:
         self.flush: Callable[[], str] | None = None
         self.matcher: StopMatcher | None = None
 
+    @property
+    def addressee(self) -> Request:
+        """Who gets the request's tokens: nobody where none were asked for, and it runs for its prompt's sake."""
+        return self if self.params.max_tokens != 0 else _NOBODY
+
     def take_text(self, prepared: Prepared, found: list[int]) -> None:
         """Begin to turn ids into text. The request is named in `found` when its stop string has come."""
+        self.mailbox.take_logprobs(prepared.logprobs, prepared.sampling)
         detokenizer, matcher = prepared.detokenizer, prepared.matcher
         if detokenizer is None:
             return
@@ -57,6 +63,23 @@ class Request:
 
 def _no_text(ids: Sequence[int]) -> str:
     return ""
+
+
+class _Lost(list[int]):
+    """Keeps nothing."""
+
+    def append(self, item: int) -> None:
+        """Forget it."""
+
+
+def _nobody() -> Request:
+    mailbox = Mailbox("")
+    mailbox.ids = _Lost()
+    submission = Submission((), SamplingParams(), 0.0, ChatOptions())
+    return Request(-1, mailbox, submission)
+
+
+_NOBODY = _nobody()
 
 
 class LiveRequests:
@@ -81,6 +104,20 @@ class LiveRequests:
     def get(self, request: int) -> Request | None:
         """The request, unless its end is past and its blocks are free."""
         return self._requests.get(request)
+
+    def views(self, limit: int) -> tuple[RequestView, ...]:
+        """The oldest requests, at most `limit`. From any thread."""
+        now = clock()
+        return tuple(
+            RequestView(
+                number=request.id,
+                stage=request.mailbox.stage.name.lower(),
+                age=now - request.arrival,
+                prompt_tokens=len(request.mailbox.prompt),
+                generated_tokens=len(request.mailbox.ids),
+            )
+            for request in list(self._requests.values())[:limit]
+        )
 
     def named(self, request_id: str) -> Request | None:
         """The request that has not ended and carries this id."""
@@ -126,7 +163,9 @@ class LiveRequests:
         tail = "" if request.flush is None else request.flush()
         reason: FinishReason = ended.reason
         stop_reason: str | int | None = None
-        if request.matcher is not None and request.matcher.matched is not None:
+        if request.params.max_tokens == 0:
+            reason = FinishReason.LENGTH if reason is FinishReason.STOP else reason
+        elif request.matcher is not None and request.matcher.matched is not None:
             reason, stop_reason = FinishReason.STOP, request.matcher.matched
         elif ended.stop_token_id in request.params.stop_token_ids:
             stop_reason = ended.stop_token_id
@@ -140,6 +179,15 @@ class LiveRequests:
         )
         usage = Usage(len(mailbox.prompt), len(mailbox.ids), ended.cached_tokens)
         self.end(request, Ending(reason, stop_reason, tail, usage, metrics))
+
+    def take_scores(self, tokens: StepTokens) -> None:
+        """Leave the log-probabilities of a step with those who asked, before its ids: who sees an id sees its own."""
+        for request, scores in tokens.scores:
+            mailbox = self._requests[request].mailbox
+            if mailbox.scores is not None:
+                mailbox.scores.append(scores)
+        for part in tokens.prompts:
+            self._requests[part.request].mailbox.take_prompt(part.start, part.scores)
 
     def end_unscheduled(self, request: Request, reason: FinishReason) -> None:
         """A request that the scheduler never had ends, and there is nothing to wait for."""

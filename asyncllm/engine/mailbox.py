@@ -15,7 +15,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from asyncllm.engine.plan import Int32Array
+from asyncllm.engine.logprob_reader import LogprobReader
+from asyncllm.engine.plan import Int32Array, RowSampling, TokenScores
 from asyncllm.errors import AsyncLLMError
 from asyncllm.metrics import RequestMetrics
 from asyncllm.results import FinishReason, Usage
@@ -53,8 +54,11 @@ class Mailbox:
         "failure",
         "ids",
         "prompt",
+        "prompt_scores",
+        "reader",
         "released",
         "request_id",
+        "scores",
         "signalled",
         "stage",
         "texts",
@@ -67,6 +71,9 @@ class Mailbox:
         # Written by the engine's thread.
         self.ids: list[int] = []
         self.texts: list[str] = []  # one for each of `ids`, appended before it; stays empty without a tokenizer
+        self.reader: LogprobReader | None = None  # set before anything that it reads
+        self.scores: list[TokenScores] | None = None  # likewise one for each of `ids`, where they were asked for
+        self.prompt_scores: list[TokenScores] | None = None  # one for each prompt token but the first; likewise
         self.prompt: Int32Array = np.empty(0, dtype=np.int32)
         self.stage = Stage.NEW
         self.ending: Ending | None = None  # set after the last of `ids`
@@ -84,6 +91,20 @@ class Mailbox:
     def done(self) -> bool:
         """No more tokens will come."""
         return self.ending is not None or self.failure is not None
+
+    def take_logprobs(self, reader: LogprobReader | None, sampling: RowSampling) -> None:
+        """Make place for what was asked for. Engine thread."""
+        self.reader = reader
+        if sampling.logprobs is not None:
+            self.scores = []
+        if sampling.prompt_logprobs is not None:
+            self.prompt_scores = []
+
+    def take_prompt(self, start: int, scores: TokenScores) -> None:
+        """Of prompt tokens from this position on, which a request that was preempted computes once more."""
+        if self.prompt_scores is not None:
+            known = len(self.prompt_scores) + 1
+            self.prompt_scores += [scores.at(place) for place in range(known - start, len(scores))]
 
     def notify(self) -> None:
         """Have the stream's loop look at this mailbox after the turn. Engine thread."""

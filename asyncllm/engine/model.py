@@ -19,6 +19,7 @@ from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.outputs.constraint import Constraint
 from asyncllm.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ UNSUPPORTED = (("no_repeat_ngram_size", 0), ("do_sample", True))
 logger = logging.getLogger("asyncllm")
 
 
+Constrain = Callable[[SamplingParams], Constraint | None]
+"""The constraint of a request at its start; None where it has none. Called on worker threads; raises `RequestError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that is loaded and ready."""
@@ -43,6 +48,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # for fields that a caller leaves open
+    constrain: Constrain | None = None  # in place of the constraints that structured outputs make
 
 
 ModelLoader = Callable[[EngineConfig, Executor], Awaitable[ServedModel]]

@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+Mask = NDArray[np.uint32]
+"""[ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set where token v is legal."""
 
 NULL_BLOCK = 0
 """The block that stands where nothing may be read: never allocated, never counted in `blocks_total`."""
@@ -64,12 +67,18 @@ class RowSampling:
     banned: tuple[int, ...] = ()  # these may not
     logprobs: LogprobsRequest | None = None  # of sampled tokens
     prompt_logprobs: LogprobsRequest | None = None  # of the prompt's, from the second on
-    late: bool = False  # the row's logits wait for the host
+    late: bool = False  # the row's logits wait for the host, see `LateSamples`
+    reads_logits: bool = False  # the host is given the logits that wait for it, see `StepResult.logits`
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters which tokens came before: the row's join must have its `history`."""
+        """Whether it matters which tokens came before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the row's join must have its `history`."""
+        return self.counts_tokens or self.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,13 @@ class RowJoin:
     request: int  # internal id, never reused
     sampling: RowSampling
     prompt_tokens: int = 1  # of the request as submitted, resumed or not; a rope that depends on length needs it
-    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.counts_tokens`
+    history: Int32Array | None = None  # [known] prompt and known output, where `sampling.needs_history`
+
+    def known(self) -> Int32Array:
+        """The history that must be there."""
+        if self.history is None:
+            raise ValueError(f"request {self.request} joins row {self.row} without its history")
+        return self.history
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,58 @@ class Chunk:
     start: int  # absolute position of the first token
     token_ids: Int32Array  # [n], n >= 1
     samples: bool  # True when this reaches the last known token: the row's next token is sampled
+    keeps: bool = False  # the same of a late row: the logits of the last token are kept for a later plan to sample from
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A further choice of a request takes a row at the end of the prompt, whose logits are there for all of them.
+
+    The row joins in this step; its blocks are in the table edits, shared with the chunk's row. From the chunk's
+    last logits its first token is sampled, or where the chunk keeps them, they are kept for this row too.
+    """
+
+    chunk: int  # of the step's chunks: one that samples or keeps
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowBias:
+    """Added to a late row's logits after the penalties; -inf bans."""
+
+    token_ids: Int32Array  # [k] each once
+    values: Float32Array  # [k]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogits:
+    """Stands in place of a late row's logits as they are before the temperature: whatever comes before that in the
+    order of operations is in it already."""
+
+    values: Float32Array  # [vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """What the host has to say about the next token of a late row."""
+
+    mask: Mask | None = None  # None: all are legal
+    bias: RowBias | RowLogits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateSamples:
+    """The late rows that are sampled now, from the logits that an earlier step has kept for each of them.
+
+    A late row is never among `decode_rows`. A step that computes its last known token leaves the logits in the row's
+    own buffer. When the host has said its word (`Adjustment`), a later plan samples from them; a row about which it has
+    not is left out of plans, and keeps its logits for as long as that takes.
+    """
+
+    rows: Int32Array  # [l] each once
+    decoding: int  # the first so many compute the new token in this same step, and keep the logits that come of it
+    masks: NDArray[np.uint32] | None  # [l, ceil(vocabulary / 32)] see `Mask`; None where no row has one
+    biases: tuple[RowBias | RowLogits | None, ...]  # of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +175,16 @@ class TableEdits:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, executed in this order: joins, table edits, block copies, then the forward pass and sampling.
+    """One step, executed in this order: joins, table edits, block copies, late samples, then the forward pass and
+    sampling. The late samples' tokens are known to the host before the forward pass is over (`LateTokens`).
 
     `decode_rows` each compute one position: the row's own last sampled token, which never left the device, at
     the position after its last computed one. The same array object comes back while the set is unchanged
     (`decode_changed` is False); it is never mutated. A chunk may read what an earlier chunk of the same step writes: in
     each layer the keys and values of all rows are written before any are read.
 
-    The step samples `decode_rows` in their order, then the chunks with `samples`, in theirs.
+    The step computes `decode_rows`, the first `late.decoding` of the late rows, and the chunks. It samples
+    `decode_rows` in their order, then the chunks with `samples` in theirs, then the forks of such chunks.
     """
 
     step: int  # 0, 1, 2, … per engine
@@ -125,16 +194,30 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     decode_rows: Int32Array  # [d]
     decode_changed: bool
+    late: LateSamples | None = None
+    forks: tuple[Fork, ...] = ()
 
     @property
     def num_sampled(self) -> int:
         """How many tokens the step's result holds."""
-        return len(self.decode_rows) + sum(chunk.samples for chunk in self.chunks)
+        chunks = self.chunks
+        forked = sum(chunks[fork.chunk].samples for fork in self.forks)
+        return len(self.decode_rows) + sum(chunk.samples for chunk in chunks) + forked
 
     @property
     def num_tokens(self) -> int:
-        """How many positions the step computes."""
-        return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+        """How many positions the step computes. None where it only samples late rows."""
+        late = 0 if self.late is None else self.late.decoding
+        return len(self.decode_rows) + late + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """The tokens of a step's late samples. `token_ids[i]` belongs to `late.rows[i]` of *its own* plan."""
+
+    step: int
+    token_ids: Int32Array  # [l]
+    logprobs: StepLogprobs | None = None  # None where no row asks; never of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +235,13 @@ class TokenScores:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def at(self, position: int) -> TokenScores:
+        """One position by itself."""
+        start, end = self.offsets[position : position + 2].tolist()
+        some = slice(start, end)
+        offsets = np.array([0, end - start], np.int32)
+        return TokenScores(offsets, self.token_ids[some], self.logprobs[some], self.ranks[some])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +269,6 @@ class StepResult:
     step: int
     token_ids: Int32Array  # [plan.num_sampled]
     logprobs: StepLogprobs | None = None  # None where no row asks
+    logits: Float32Array | None = None
+    """[r, vocabulary] what was kept for rows with `reads_logits`: late decoding rows, chunks, forks, each in their
+    order. None where there are none."""

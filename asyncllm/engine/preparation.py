@@ -7,56 +7,28 @@ size of the pool) is checked on the engine's thread.
 from __future__ import annotations
 
 import reprlib
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.engine.grammars import Grammars
+from asyncllm.engine.guide import Guide
+from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
+from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.stop_matcher import StopMatcher
-from asyncllm.params import MAX_COUNT, SamplingParams
+from asyncllm.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
 """A text, chat messages, or token ids."""
-
-DEFAULTS: Mapping[str, float | int] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-}
-
-NOT_YET: Mapping[str, Any] = {
-    "n": 1,
-    "top_n_sigma": 0.0,
-    "xtc_probability": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "dry_multiplier": 0.0,
-    "logit_bias": (),
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logprob_token_ids": None,
-    "spaces_between_special_tokens": True,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "structured_output": None,
-    "logits_processors": (),
-    "on_token": None,
-}
-"""Parameters that nothing acts on yet, and the only value that they may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +52,12 @@ class Submission:
     deadline: float | None = None  # absolute
     cache_salt: str | None = None
 
+    @property
+    def characters(self) -> int:
+        """About how much text there is to work on: the prompt, and a grammar."""
+        structured = self.params.structured_output
+        return count_characters(self.prompt) + (0 if structured is None else structured.characters)
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -92,14 +70,17 @@ class Prepared:
     stop_token_ids: frozenset[int]  # all that end the request
     detokenizer: TextStream | None
     matcher: StopMatcher | None
+    logprobs: LogprobReader
+    guide: Guide | None = None  # of a late request
 
     def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
-        """What the scheduler is told. Not for `max_tokens` of 0, which needs no scheduling."""
+        """What the scheduler is told. `max_tokens` of 0 is scheduled for the prompt's sake alone, and samples a token
+        that nobody gets."""
         return RequestSpec(
             request=request,
             token_ids=self.token_ids,
             sampling=self.sampling,
-            max_tokens=max_model_len if self.max_tokens is None else self.max_tokens,
+            max_tokens=max_model_len if self.max_tokens is None else max(self.max_tokens, 1),
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
             arrival=submission.arrival,
@@ -115,13 +96,15 @@ class Preparation:
     def __init__(self, model: ServedModel, capacity: int) -> None:
         """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
         self._model = model
-        self._defaults = {**DEFAULTS, **model.sampling_defaults}
+        self._resolver = SamplingResolver(model)
+        grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
+        self._constrain = model.constrain or grammars.constraint
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
         params, model = submission.params, self._model
-        self._check_params(params)
+        self._resolver.check(params)
         token_ids = self._prompt_array(submission.prompt, submission.chat, params.truncate_prompt_tokens)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -132,14 +115,33 @@ class Preparation:
                 skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
             )
         stops = tuple(params.stop)
+        bad_words = self._resolver.bad_words(params)
+        if bad_words.sequences:
+            raise InvalidParamsError(f"bad_words of several tokens are not supported yet: {params.bad_words!r:.80}")
+        sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
+        guide = self._guide(params, stop_ids)
         return Prepared(
             token_ids=token_ids,
-            sampling=self._sampling(params, len(token_ids), stop_ids),
+            sampling=sampling if guide is None else replace(sampling, late=True),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=stop_ids,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
+            logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
+            guide=guide,
+        )
+
+    def _guide(self, params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+        constraint = self._constrain(params)
+        if constraint is None:
+            return None
+        return Guide(
+            constraint,
+            vocab_size=self._model.facts.vocab_size,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            jumps=params.logprobs is None and params.logprob_token_ids is None,
         )
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
@@ -212,40 +214,9 @@ class Preparation:
             raise InvalidPromptError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")
         return array.astype(np.int32)
 
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self._model.facts.vocab_size
-        for name, neutral in NOT_YET.items():
-            if getattr(params, name) != neutral:
-                raise InvalidParamsError(f"{name} is not supported yet")
-        named = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": [token_id for token_id, _ in params.biases],
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "logprob_token_ids": params.logprob_token_ids or (),
-        }
-        for name, token_ids in named.items():
-            if token_ids and max(token_ids) >= vocab_size:
-                raise InvalidParamsError(f"{name}: {max(token_ids)} is outside the vocabulary (0 to {vocab_size - 1})")
-        if params.min_tokens and len(set(params.stop_token_ids)) >= vocab_size:
-            raise InvalidParamsError("stop_token_ids holds the whole vocabulary: nothing is left for min_tokens")
-        if params.stop and self._model.tokenizer is None:
-            raise InvalidParamsError("stop strings need a tokenizer, which this model does not have")
 
-    def _sampling(self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int]) -> RowSampling:
-        chosen = {
-            name: default if (value := getattr(params, name)) is None else value
-            for name, default in self._defaults.items()
-        }
-        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
-        return RowSampling(
-            temperature=float(chosen["temperature"]),
-            top_k=int(chosen["top_k"]),
-            top_p=float(chosen["top_p"]),
-            min_p=float(chosen["min_p"]),
-            seed=seed,
-            suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
-            suppressed=tuple(sorted(stop_ids)) if params.min_tokens else (),
-        )
+def _no_bytes(token_id: int) -> bytes:
+    return b""
 
 
 def _not_ids(prompt: object) -> InvalidPromptError:

@@ -14,7 +14,8 @@ from asyncllm.engine import process
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
-from asyncllm.results import Choice, Completion, TokenDelta
+from asyncllm.metrics import RequestMetrics
+from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
 """Hands a request to the engine, for a stream of that loop; what it returns abandons the request."""
@@ -33,6 +34,7 @@ class TokenStream:
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
         self._submission: Submission | None = submission  # until submitted
+        self._structured = submission.params.structured_output
         self._hand_over = submit
         self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
         self._pid = process.pid  # likewise
@@ -44,6 +46,12 @@ class TokenStream:
     def request_id(self) -> str:
         """The name that `AsyncEngine.abort()` knows the request by."""
         return self._mailbox.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """When the request reached each stage; None until it has ended."""
+        ending = self._mailbox.ending
+        return None if ending is None else ending.metrics
 
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
@@ -74,6 +82,8 @@ class TokenStream:
                 return self._last_delta(ending)
             if known > read:
                 self._read = known
+                if mailbox.scores is not None:
+                    return self._scored_delta(read, known)
                 if known == read + 1:
                     return TokenDelta(texts[read] if texts else "", (ids[read],))
                 return TokenDelta("".join(texts[read:known]), tuple(ids[read:known]))
@@ -113,10 +123,21 @@ class TokenStream:
         text = "".join(mailbox.texts) + ending.tail
         return Completion(
             request_id=mailbox.request_id,
-            choices=(Choice(0, text, ids, ending.reason, ending.stop_reason),),
+            choices=(
+                Choice(
+                    0,
+                    text,
+                    ids,
+                    ending.reason,
+                    ending.stop_reason,
+                    self._logprobs(0, len(ids)),
+                    self._outcome(text, ending),
+                ),
+            ),
             usage=ending.usage,
             prompt_token_ids=tuple(mailbox.prompt.tolist()),
             metrics=ending.metrics,
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
     async def aclose(self) -> None:
@@ -180,6 +201,33 @@ class TokenStream:
         waiter = self._mailbox.waiter = self._check_loop().create_future()
         return waiter
 
+    def _scored_delta(self, read: int, known: int) -> TokenDelta:
+        mailbox = self._mailbox
+        text, ids = "".join(mailbox.texts[read:known]), tuple(mailbox.ids[read:known])
+        return TokenDelta(text, ids, logprobs=self._logprobs(read, known))
+
+    def _logprobs(self, read: int, known: int) -> tuple[PositionLogprobs, ...] | None:
+        """Of the ids from `read` to before `known`; None where they were not asked for."""
+        mailbox = self._mailbox
+        if mailbox.scores is None or mailbox.reader is None:
+            return None
+        return mailbox.reader.read(mailbox.scores[read:known])
+
+    def _outcome(self, text: str, ending: Ending) -> object:
+        """What `Choice.parsed` gives, or the error that it raises."""
+        if self._structured is None or ending.reason is not FinishReason.STOP or isinstance(ending.stop_reason, str):
+            return None
+        try:
+            return self._structured.parse(text)
+        except ValueError as error:
+            return error
+
+    def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
+        mailbox = self._mailbox
+        if mailbox.prompt_scores is None or mailbox.reader is None:
+            return None
+        return (None, *mailbox.reader.read(mailbox.prompt_scores))
+
     def _last_delta(self, ending: Ending | None) -> TokenDelta:
         """What is left once no more will come."""
         if self._over:
@@ -192,7 +240,8 @@ class TokenStream:
         text = "".join(mailbox.texts[read:]) + ending.tail
         ids = tuple(mailbox.ids[read:])
         self._finish()
-        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage)
+        logprobs = self._logprobs(read, len(mailbox.ids))
+        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage, logprobs)
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait for something that the engine's thread will tell this mailbox."""

@@ -1,4 +1,4 @@
-"""Workers: the threads that tokenise and render, so that nothing of it is done on an event loop."""
+"""Workers: the threads that tokenise, render and compute masks, so that nothing of it is done on an event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ LONG_TEXT = 100_000
 
 
 class Workers:
-    """Several threads for what is short, and one for what is long: a prompt of megabytes delays only its like."""
+    """Several threads for what is short, and one for what is long: a prompt of megabytes delays only its like. Others
+    are for `guides`, which are at work while a step is."""
 
-    def __init__(self, short: Executor, long: Executor) -> None:
+    def __init__(self, short: Executor, long: Executor, guides: Executor) -> None:
         self.short = short
+        self.guides = guides
         self._long = long
 
     @classmethod
@@ -27,6 +29,7 @@ class Workers:
         return cls(
             ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-worker"),
             ThreadPoolExecutor(1, thread_name_prefix="asyncllm-long-worker"),
+            ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-guide"),
         )
 
     def submit(self, characters: int, work: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -35,5 +38,5 @@ class Workers:
 
     def shutdown(self, *, wait: bool) -> None:
         """Drop what has not begun, and `wait` for what is being done."""
-        for executor in (self.short, self._long):
+        for executor in (self.short, self._long, self.guides):
             executor.shutdown(wait, cancel_futures=True)

@@ -1,19 +1,38 @@
 """Chat messages, brought into the one shape that templates can rely on.
 
 Callers write messages in every shape that the OpenAI API allows; most templates know only one. Content parts are
-joined, null becomes "", empty `tool_calls` and keys that are None are dropped, and tool arguments, which the API has as
-JSON text, become mappings. What comes out is made of plain JSON types, and shares nothing with what came in.
+joined, null becomes "", empty `tool_calls` and keys that are None are dropped, tool arguments, which the API has as
+JSON text, become mappings, and what answers a call is linked to it. What comes out is made of plain JSON types, and
+shares nothing with what came in.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from asyncllm.errors import InvalidPromptError
 
 Message = dict[str, Any]
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+class ToolArguments(dict[str, Any]):
+    """The arguments of a call: a mapping, and for a template that writes them as they are, the text that they came as.
+
+    So what a model wrote stays what it wrote, and the prompt's beginning is found in the cache.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str | None = None) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False) if self._text is None else self._text
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -22,7 +41,49 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         raise InvalidPromptError(f"a chat must be a list of messages, got {type(messages).__name__}")
     if not messages:
         raise InvalidPromptError("the chat has no messages")
-    return [_normalise(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    normalised = [_normalise(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _link_calls(normalised)
+    return normalised
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """The same messages; ids of calls that are not nine letters and digits become such, equal ones equal."""
+    short: list[Message] = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            changed["tool_calls"] = [call | {"id": _short_id(call["id"])} for call in message["tool_calls"]]
+        short.append(changed)
+    return short
+
+
+def _short_id(given: object) -> str:
+    text = str(given)
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return blake2b(text.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
+
+
+def _link_calls(messages: Sequence[Message]) -> None:
+    """Give calls without an id one, and tell each answer which call it belongs to, and its tool's name."""
+    names: dict[object, str] = {}
+    open_calls: list[object] = []  # without an answer yet
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if call.get("id") in (None, ""):
+                call["id"] = f"call{len(names):05}"
+            names[call["id"]] = call["function"]["name"]
+            open_calls.append(call["id"])
+        if message["role"] == "tool":
+            if "tool_call_id" not in message and open_calls:
+                message["tool_call_id"] = open_calls[0]
+            answered = message.get("tool_call_id")
+            if answered in open_calls:
+                open_calls.remove(answered)
+            if "name" not in message and answered in names:
+                message["name"] = names[answered]
 
 
 def normalise_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -66,6 +127,8 @@ def _normalise(message: object, where: str) -> Message:
         raise InvalidPromptError(f"{where} has no role")
     if "content" not in message and role != "assistant":
         raise InvalidPromptError(f"{where} (role {role!r}) has no content")
+    if not isinstance(kept.get("tool_call_id"), str | None):
+        raise InvalidPromptError(f"{where}: tool_call_id must be a string, got {kept['tool_call_id']!r:.100}")
     result: Message = {"role": role, "content": _text(kept.get("content", ""), where)}
     calls = _tool_calls(kept.get("tool_calls", []), where)
     if calls:
@@ -99,17 +162,21 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidPromptError(f"{where} must be a mapping with a function and its name, got {call!r:.100}")
-    return call | {"function": function | {"arguments": _arguments(function.get("arguments"), where)}}
+    if not isinstance(call.get("id"), str | None):
+        raise InvalidPromptError(f"{where}: the id must be a string, got {call['id']!r:.100}")
+    function = function | {"arguments": _arguments(function.get("arguments"), where)}
+    return {"type": "function"} | call | {"function": function}
 
 
-def _arguments(arguments: object, where: str) -> dict[str, Any]:
-    if isinstance(arguments, str):
+def _arguments(arguments: object, where: str) -> ToolArguments:
+    text = arguments if isinstance(arguments, str) and arguments.strip() else None
+    if text is not None:
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InvalidPromptError(f"{where}: the arguments are not JSON: {error}") from error
-    if arguments is None:
-        return {}
+    elif arguments is None or isinstance(arguments, str):
+        arguments = {}
     if not isinstance(arguments, dict):
         raise InvalidPromptError(f"{where}: the arguments must be a JSON object, got {arguments!r:.100}")
-    return arguments
+    return ToolArguments(arguments, text)

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from asyncllm.errors import ChatTemplateError, InvalidPromptError
-from asyncllm.inputs.chat_messages import Message, normalise_messages, normalise_tools, plain
+from asyncllm.inputs.chat_messages import Message, normalise_messages, normalise_tools, plain, with_short_ids
 
 MAX_GROWTH = 16 * 1024 * 1024
 """Characters that a template may write beyond 4 times what it was given."""
@@ -33,6 +33,9 @@ MAX_SECONDS = 60.0
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{6,}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{6,}")
 """Formats with a width that is large, or (of the first kind) is itself a value."""
+
+_NINE_CHARACTERS = re.compile(r"length\s*!=\s*9")
+"""How Mistral's templates refuse other ids of tool calls."""
 
 _MARK = "CONTINUE_HERE "
 """Stands at the end of a message that is left open. Its space shows whether the template trims."""
@@ -76,7 +79,9 @@ class ChatTemplate:
             raise InvalidPromptError("messages cannot be given as a variable of the chat template")
         chat = normalise_messages(messages)
         tool_list = normalise_tools(tools)
-        template = self._template(template_name, tool_list is not None)
+        name = self._name(template_name, tool_list is not None)
+        template = self._template(name)
+        chat = _as_known(chat, self._sources[name])
         if continue_final_message:
             _leave_open(chat)
         context: dict[str, Any] = self._special_tokens | plain(variables, "a variable of the chat template")
@@ -88,7 +93,7 @@ class ChatTemplate:
         text = _run(template, chat, context)
         return _cut_open(text) if continue_final_message else text
 
-    def _template(self, name: str | None, with_tools: bool) -> jinja2.Template:
+    def _name(self, name: str | None, with_tools: bool) -> str:
         if name is None:
             if not self._sources:
                 raise ChatTemplateError(_NO_TEMPLATE)
@@ -96,6 +101,9 @@ class ChatTemplate:
         if name not in self._sources:
             known = ", ".join(sorted(self._sources)) or "none"
             raise ChatTemplateError(f"this model has no chat template {name!r}; it has {known}")
+        return name
+
+    def _template(self, name: str) -> jinja2.Template:
         compiled = self._compiled.get(name)
         if compiled is None:
             try:
@@ -104,6 +112,13 @@ class ChatTemplate:
                 raise ChatTemplateError(f"the chat template {name!r} cannot be compiled: {error}") from error
             self._compiled[name] = compiled
         return compiled
+
+
+def _as_known(chat: list[Message], source: str) -> list[Message]:
+    """The messages with roles and ids that this template knows."""
+    if "developer" not in source:
+        chat = [message | {"role": "system"} if message["role"] == "developer" else message for message in chat]
+    return with_short_ids(chat) if _NINE_CHARACTERS.search(source) else chat
 
 
 def _run(template: jinja2.Template, chat: list[Message], context: Mapping[str, Any]) -> str:
@@ -142,7 +157,7 @@ def _with_text_arguments(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     calls = [
-        call | {"function": call["function"] | {"arguments": _tojson(call["function"]["arguments"])}}
+        call | {"function": call["function"] | {"arguments": str(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}

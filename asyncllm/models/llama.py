@@ -139,13 +139,17 @@ class Llama:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
+        return self.head(self.features(batch))
+
+    def features(self, batch: ForwardBatch) -> Tensor:
+        """What the head makes logits of, at the sampled tokens: [s, hidden_size]."""
         rotation = self.rotary(batch.positions, batch.lengths)
         residual, update = self.embedding(batch.token_ids), None
         for layer in self.layers:
             update = layer(residual, update, rotation, batch)
         if update is not None:
             residual += update
-        return self.head(self.norm(residual.index_select(0, batch.sampled)))
+        return self.norm(residual.index_select(0, batch.sampled))
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""

@@ -39,9 +39,9 @@ REASONING_FORMATS = {
 """By name. GLM 4.5, QwQ, SmolLM3, ERNIE and others write as "qwen3" or as "deepseek_r1" does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReasoningDelta:
-    """What a piece of text adds to each part."""
+    """What a piece of text adds to each part. Not frozen, as `TokenDelta` is not: one is made per token."""
 
     reasoning: str = ""
     content: str = ""
@@ -99,9 +99,11 @@ class ReasoningParser:
 
     def push(self, text: str) -> ReasoningDelta:
         """What this text adds for good."""
-        if not self._reader.pass_on(text):
-            self._reader.push(text)
-            next(self._steps, None)
+        reader = self._reader
+        if reader.passes(text):
+            return ReasoningDelta(text) if self.in_reasoning else ReasoningDelta("", text)
+        reader.push(text)
+        next(self._steps, None)
         return self._take()
 
     def flush(self) -> ReasoningDelta:

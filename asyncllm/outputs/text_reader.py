@@ -52,11 +52,16 @@ class TextReader:
         self._awaited: tuple[frozenset[str], Emit] | None = None
         # while the parser sleeps in `until` or `rest` with all text emitted: what wakes it, and where the rest goes
 
+    def passes(self, text: str) -> bool:
+        """Whether all that the parser would do with this text is to emit it."""
+        return self._awaited is not None and self._awaited[0].isdisjoint(text)
+
     def pass_on(self, text: str) -> bool:
-        """Emit a text at once, where all that the parser would do is that. It may stay asleep then."""
-        if self._awaited is None or not self._awaited[0].isdisjoint(text):
+        """Emit such a text at once: the parser stays asleep."""
+        awaited = self._awaited
+        if awaited is None or not awaited[0].isdisjoint(text):
             return False
-        self._awaited[1](text)
+        awaited[1](text)
         return True
 
     def push(self, text: str) -> None:

@@ -13,18 +13,28 @@ hide every fault of running ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncllm.engine.plan import NULL_BLOCK, CacheGroup, RowJoin, RowSampling, StepPlan, StepResult
+from asyncllm.engine.plan import (
+    NULL_BLOCK,
+    Adjustment,
+    CacheGroup,
+    Float32Array,
+    LateSamples,
+    LateTokens,
+    RowJoin,
+    StepPlan,
+    StepResult,
+)
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
+from asyncllm.testing.shadow_tokens import extend_history, late_token, shadow_logits, shadow_token
 
 Int64Array = NDArray[np.int64]
 
-_MASK = 2**63 - 1
 EMPTY = -1
 POISON = -2
 """What a slot holds that was never written, and one that a failed step may have written."""
@@ -32,41 +42,6 @@ POISON = -2
 
 class ShadowFault(AssertionError):
     """A plan that would have computed something wrong on a real device."""
-
-
-def extend_history(history: int, token_id: int) -> int:
-    """The hash of a token history with one more token. The empty history is 0."""
-    mixed = (history ^ (token_id + 1)) * 0x9E3779B97F4A7C15 & _MASK
-    return (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
-
-
-def shadow_token(history: int, position: int, sampling: RowSampling, vocab_size: int) -> int:
-    """The token that follows a history whose length is `position`.
-
-    As for a real model it depends on the history alone when greedy, else also on (seed, choice, position); a
-    suppressed id gives way to the next one.
-    """
-    draw = history
-    if sampling.temperature > 0:
-        for part in (sampling.seed, sampling.choice, position):
-            draw = extend_history(draw, part)
-    token_id = (draw >> 17) % vocab_size
-    if position < sampling.suppress_before:
-        while token_id in sampling.suppressed:
-            token_id = (token_id + 1) % vocab_size
-    return token_id
-
-
-def reference_output(prompt: Sequence[int], sampling: RowSampling, vocab_size: int, length: int) -> list[int]:
-    """The first `length` tokens after a prompt, computed without cache, batch or scheduler."""
-    history = 0
-    for token_id in prompt:
-        history = extend_history(history, int(token_id))
-    output: list[int] = []
-    while len(output) < length:
-        output.append(shadow_token(history, len(prompt) + len(output), sampling, vocab_size))
-        history = extend_history(history, output[-1])
-    return output
 
 
 @dataclass(slots=True)
@@ -81,6 +56,7 @@ class _Row:
     started: bool = False  # has a part in a step already
     position: int = 0  # the next one to compute
     last_token: int | None = None  # sampled, not yet computed
+    keeps: bool = False  # the logits of its last position, for a late sample
 
 
 @dataclass(slots=True)
@@ -90,7 +66,8 @@ class _Work:
     row: _Row
     start: int
     token_ids: list[int]
-    samples: bool
+    samples: bool = False
+    keeps: bool = False
 
     @property
     def end(self) -> int:
@@ -104,6 +81,8 @@ class _Launched:
 
     step: int
     token_ids: list[int] = field(default_factory=list)
+    late: LateTokens | None = None  # not handed out yet
+    logits: list[Float32Array] = field(default_factory=list)
     users: dict[int, set[int]] = field(default_factory=dict)  # block -> incarnations that read or write it
     written: list[int] = field(default_factory=list)  # blocks
     rows: list[int] = field(default_factory=list)
@@ -145,7 +124,8 @@ class ShadowDevice:
         """Execute a plan; raises `ShadowFault` where it is wrong."""
         _require(plan.step == self._next_step, f"step {plan.step} launched where {self._next_step} was due")
         _require(len(self._launched) <= self.config.run_ahead, f"step {plan.step} runs too far ahead")
-        _require(0 < plan.num_tokens <= self.config.max_batched_tokens, f"step {plan.step} overruns its budget")
+        _require(plan.num_tokens > 0 or plan.late is not None, f"step {plan.step} does nothing")
+        _require(plan.num_tokens <= self.config.max_batched_tokens, f"step {plan.step} overruns its budget")
         self._next_step += 1
         for join in plan.joins:
             self._join(join)
@@ -153,6 +133,8 @@ class ShadowDevice:
         for source, destination in plan.copies.tolist():
             self._copy(source, destination, plan.step)
         launched = _Launched(plan.step)
+        if plan.late is not None:
+            launched.late = LateTokens(plan.step, np.array(list(self._sample_late(plan.late, plan.step)), np.int32))
         works: list[_Work] = []
         for work in self._works(plan, launched):  # in order: a chunk may read what an earlier one of its step writes
             self._note_blocks(work, launched)
@@ -161,14 +143,25 @@ class ShadowDevice:
             works.append(work)
         for work in works:  # nor may a later one have written over it
             self._check_reads(work, plan.step)
+            self._check_kind(work, plan.step)
             if work.samples:
                 launched.token_ids.append(self._sample(work.row))
+            work.row.keeps = work.keeps
+            if work.keeps and work.row.join.sampling.reads_logits:
+                launched.logits.append(self._logits(work.row))
         self._launched.append(launched)
+
+    def complete_late(self) -> LateTokens | None:
+        """The late tokens of the oldest launched step; None where it has none, or they were handed out."""
+        late, self._launched[0].late = self._launched[0].late, None
+        return late
 
     def complete(self) -> StepResult:
         """The result of the oldest launched step."""
         launched = self._launched.popleft()
-        return StepResult(launched.step, np.array(launched.token_ids, dtype=np.int32))
+        assert launched.late is None, "the late tokens come before the result"
+        logits = np.stack(launched.logits) if launched.logits else None
+        return StepResult(launched.step, np.array(launched.token_ids, dtype=np.int32), logits=logits)
 
     def fail(self, step: int) -> None:
         """This launched step and all later ones fail: what they wrote is garbage, their rows are of no use."""
@@ -221,7 +214,8 @@ class ShadowDevice:
         if not plan.decode_changed:
             _require(decode_rows == self._decode_rows, f"step {plan.step} changes its decode rows without saying so")
         self._decode_rows = decode_rows
-        launched.rows = [*decode_rows, *(chunk.row for chunk in plan.chunks)]
+        late_rows = [] if plan.late is None else plan.late.rows.tolist()
+        launched.rows = [*decode_rows, *late_rows, *(chunk.row for chunk in plan.chunks)]
         _require(len(launched.rows) == len(set(launched.rows)), f"step {plan.step} has a row twice")
         for index in launched.rows:
             _require(index in self._rows, f"step {plan.step} computes row {index}, which nobody has")
@@ -230,13 +224,17 @@ class ShadowDevice:
             if row.last_token is None:
                 raise ShadowFault(f"step {plan.step}: row {index} has no sampled token to go on from")
             yield self._work(row, row.position, [row.last_token], samples=True)
+        for index in late_rows[: 0 if plan.late is None else plan.late.decoding]:
+            row = self._rows[index]
+            assert row.last_token is not None
+            yield self._work(row, row.position, [row.last_token], keeps=True)
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
             if not row.started:
                 self._adopt(row, chunk.start, plan.step)
             due = row.position
             _require(chunk.start == due, f"step {plan.step}: row {chunk.row} starts at {chunk.start}, not {due}")
-            yield self._work(row, chunk.start, chunk.token_ids.tolist(), chunk.samples)
+            yield self._work(row, chunk.start, chunk.token_ids.tolist(), chunk.samples, chunk.keeps)
 
     def _adopt(self, row: _Row, position: int, step: int) -> None:
         """A row begins at `position`: what is cached of its history is what its blocks hold."""
@@ -263,7 +261,9 @@ class ShadowDevice:
             more = np.zeros(max(positions - len(row.histories), len(row.histories)), np.int64)
             row.histories = np.concatenate((row.histories, more))
 
-    def _work(self, row: _Row, start: int, token_ids: list[int], samples: bool) -> _Work:
+    def _work(
+        self, row: _Row, start: int, token_ids: list[int], samples: bool = False, keeps: bool = False
+    ) -> _Work:
         end = start + len(token_ids)
         request = row.join.request
         _require(start < end <= self.config.max_model_len, f"request {request} computes {start} to {end}")
@@ -274,12 +274,34 @@ class ShadowDevice:
             row.histories[position] = history
         row.position = end
         row.last_token = None
-        return _Work(row, start, token_ids, samples)
+        row.keeps = False
+        return _Work(row, start, token_ids, samples, keeps)
+
+    def _check_kind(self, work: _Work, step: int) -> None:
+        late, request = work.row.join.sampling.late, work.row.join.request
+        _require(not (work.samples and late), f"step {step} samples request {request}, which is late, on its own")
+        _require(not (work.keeps and not late), f"step {step} keeps logits of request {request}, which is not late")
 
     def _sample(self, row: _Row) -> int:
         history = int(row.histories[row.position - 1])
         row.last_token = shadow_token(history, row.position, row.join.sampling, self.vocab_size)
         return row.last_token
+
+    def _logits(self, row: _Row) -> Float32Array:
+        history = int(row.histories[row.position - 1])
+        return shadow_logits(history, row.position, row.join.sampling, self.vocab_size)
+
+    def _sample_late(self, late: LateSamples, step: int) -> Iterator[int]:
+        _require(late.decoding <= len(late.rows) == len(late.biases), f"step {step}: its late samples do not fit")
+        _require(late.masks is None or len(late.masks) == len(late.rows), f"step {step}: a late row has no mask")
+        for i, index in enumerate(late.rows.tolist()):
+            row = self._rows.get(index)
+            if row is None or not row.keeps:
+                raise ShadowFault(f"step {step}: no logits are kept for row {index}")
+            mask = None if late.masks is None else late.masks[i]
+            row.last_token = late_token(self._logits(row), Adjustment(mask, late.biases[i]))
+            row.keeps = False
+            yield row.last_token
 
     # --- the cache ---
 

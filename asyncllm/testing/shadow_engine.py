@@ -14,15 +14,16 @@ from concurrent.futures import Executor
 from queue import SimpleQueue
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.runner import ModelFacts
+from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.model import ServedModel, scheduler_config
-from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, LateTokens, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer
-from asyncllm.testing.shadow import ShadowDevice, reference_output
+from asyncllm.testing.shadow import ShadowDevice
+from asyncllm.testing.shadow_tokens import reference_output
 
-_Launched = tuple[int, "asyncio.Future[StepResult]"]
+_Launched = tuple[int, StepTicket]
 
 
 class ShadowRunner:
@@ -57,17 +58,19 @@ class ShadowRunner:
         """The step that completes next fails, and those launched behind it."""
         self._failure = error
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         """As `Runner.launch`."""
         try:
             self.device.launch(plan)
         except Exception as error:
             self.faults.append(error)
             raise
-        future: asyncio.Future[StepResult] = self._loop.create_future()
+        result: asyncio.Future[StepResult] = self._loop.create_future()
+        late: asyncio.Future[LateTokens] | None = None if plan.late is None else self._loop.create_future()
+        ticket = StepTicket(result, late)
         self._pending += 1
-        self._queue.put((plan.step, future))
-        return future
+        self._queue.put((plan.step, ticket))
+        return ticket
 
     async def aclose(self) -> None:
         """As `Runner.aclose`."""
@@ -78,19 +81,30 @@ class ShadowRunner:
 
     def _run(self) -> None:
         while (launched := self._queue.get()) is not None:
+            step, ticket = launched
+            if ticket.late is not None:
+                self._loop.call_soon_threadsafe(self._complete_late, ticket.late)
             time.sleep(self.latency)
             self._flow.wait()
-            self._loop.call_soon_threadsafe(self._complete, *launched)
+            self._loop.call_soon_threadsafe(self._complete, step, ticket)
 
-    def _complete(self, step: int, future: asyncio.Future[StepResult]) -> None:
+    def _complete_late(self, late: asyncio.Future[LateTokens]) -> None:
+        if not self._lost:
+            tokens = self.device.complete_late()
+            assert tokens is not None
+            late.set_result(tokens)
+
+    def _complete(self, step: int, ticket: StepTicket) -> None:
         self.steps += 1
         self._pending -= 1
         if self._failure is None:
-            return future.set_result(self.device.complete())
+            return ticket.result.set_result(self.device.complete())
         if not self._lost:
             self._lost = True
             self.device.fail(step)
-        future.set_exception(self._failure)
+        if ticket.late is not None and not ticket.late.done():
+            ticket.late.set_exception(self._failure)
+        ticket.result.set_exception(self._failure)
         if self._pending == 0:  # the engine launches nothing new before it knows of all that is lost
             self._failure, self._lost = None, False
 

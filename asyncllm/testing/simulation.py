@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.results import FinishReason
-from asyncllm.testing.shadow import ShadowDevice, extend_history, reference_output
+from asyncllm.testing.shadow import ShadowDevice
+from asyncllm.testing.shadow_tokens import Word, arbitrary_word, extend_history, hash_tokens, reference_output
 
 
 @dataclass(slots=True)
@@ -35,6 +38,7 @@ class Expected:
     ended: Ended | None = None
     failed: bool = False
     aborted: bool = False
+    spoken: int | None = None  # late: how many tokens were out when the host last said its word
     joined: bool = False
     released: bool = False
 
@@ -42,6 +46,11 @@ class Expected:
     def live(self) -> bool:
         """Neither ended nor failed."""
         return self.ended is None and not self.failed
+
+    @property
+    def awaiting(self) -> bool:
+        """A late request whose next token needs the host's word."""
+        return self.spec.sampling.late and self.live and self.spoken != len(self.output)
 
     @property
     def history(self) -> list[int]:
@@ -86,9 +95,9 @@ class Simulation:
         """Queue a request that is admissible."""
         self._call("add", spec)
         limit = min(len(spec.token_ids) + spec.max_tokens, self.config.capacity)
-        reference = reference_output(
-            spec.token_ids.tolist(), spec.sampling, self.vocab_size, limit - len(spec.token_ids)
-        )
+        prompt = spec.token_ids.tolist()
+        host = partial(self._host, prompt) if spec.sampling.late else None
+        reference = reference_output(prompt, spec.sampling, self.vocab_size, limit - len(prompt), host)
         self.requests[spec.request] = self._live[spec.request] = expected = Expected(spec, limit, reference)
         self._chains[spec.request] = root_hash({} if spec.cache_salt is None else {"salt": spec.cache_salt})
         self._note_blocks(expected, 0)
@@ -104,7 +113,8 @@ class Simulation:
             deadline = expected.spec.deadline
             assert deadline is None or self.now < deadline, f"request {request} outlived its deadline"
         if plan is None:
-            assert self.steps_in_flight or not self._live, "nothing is in flight, and still nothing is planned"
+            idle = not self.steps_in_flight and not any(expected.awaiting for expected in self._live.values())
+            assert not idle or not self._live, "nothing is in flight, and still nothing is planned"
         else:
             plan = pickle.loads(self._plans[-1])
             assert plan is not None
@@ -118,17 +128,38 @@ class Simulation:
         """The oldest launched step completes, if there is one."""
         if not self.steps_in_flight:
             return None
+        self.complete_late()
         result = pickle.loads(pickle.dumps(self.device.complete()))
         self.steps_in_flight.pop(0)
         tokens: StepTokens = self._call("apply", result)
-        for request, token_id in zip(tokens.requests, tokens.token_ids, strict=True):
-            self._deliver(self.requests[request], token_id)
-        self._take_ended()
-        for request in tokens.requests:
-            expected = self.requests[request]
-            assert self._final_reason(expected) is None or not expected.live, f"request {request} outlived its end"
-        self.check()
+        self._receive(tokens.requests, tokens.token_ids)
         return tokens
+
+    def complete_late(self) -> None:
+        """The late tokens of the oldest launched step are known, if they are not yet."""
+        late = pickle.loads(pickle.dumps(self.device.complete_late())) if self.steps_in_flight else None
+        if late is not None:
+            tokens: StepTokens = self._call("apply_late", late)
+            self._receive(tokens.requests, tokens.token_ids)
+
+    def speak(self, request: int) -> None:
+        """The host says its word about the next token of a late request, if that is due."""
+        expected = self.requests[request]
+        if not expected.awaiting:
+            return
+        word = self._host(expected.spec.token_ids.tolist(), expected.output)
+        expected.spoken = len(expected.output)
+        if isinstance(word, tuple):
+            taken = self._call("force", request, word)
+            assert word[: len(taken)] == tuple(taken)
+            self._receive([request] * len(taken), taken)
+            assert len(taken) == len(word) or not expected.live, f"request {request} drops tokens that it was given"
+        else:
+            self._call("bind", request, word)
+            self.check()
+
+    def _host(self, prompt: Sequence[int], output: Sequence[int]) -> Word:
+        return arbitrary_word(hash_tokens([*prompt, *output]), self.vocab_size)
 
     def abort(self, request: int) -> None:
         """Abort a request, dead or alive."""
@@ -151,13 +182,25 @@ class Simulation:
         self._take_ended()
         self.check()
 
+    def _receive(self, requests: Sequence[int], token_ids: Sequence[int]) -> None:
+        for request, token_id in zip(requests, token_ids, strict=True):
+            self._deliver(self.requests[request], token_id)
+        self._take_ended()
+        for request in requests:
+            expected = self.requests[request]
+            assert self._final_reason(expected) is None or not expected.live, f"request {request} outlived its end"
+        self.check()
+
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
 
     def run(self, steps: int) -> None:
-        """Launch as far ahead as the scheduler goes, and complete the oldest step, `steps` times."""
+        """Say every word that is due, launch as far ahead as the scheduler goes, complete the oldest step; `steps`
+        times."""
         for _ in range(steps):
+            for request in self.live:
+                self.speak(request)
             while len(self.steps_in_flight) <= self.config.run_ahead and self.launch() is not None:
                 pass
             self.complete()
@@ -210,7 +253,8 @@ class Simulation:
                 assert isinstance(argument, int)
                 scheduler.finish(argument, FinishReason.ABORT)
             else:
-                getattr(scheduler, name)(argument)
+                assert isinstance(argument, tuple)
+                getattr(scheduler, name)(*argument)
 
     def _check_joins(self, plan: StepPlan) -> None:
         starts = {chunk.row: chunk.start for chunk in plan.chunks}
@@ -289,6 +333,6 @@ class Simulation:
             stop_id = expected.output[-1] if ended.reason is FinishReason.STOP else None
             assert ended.stop_token_id == stop_id
 
-    def _call(self, name: str, argument: object) -> Any:
-        self._log.append((name, argument))
-        return getattr(self.scheduler, name)(argument)
+    def _call(self, name: str, *arguments: object) -> Any:
+        self._log.append((name, arguments))
+        return getattr(self.scheduler, name)(*arguments)

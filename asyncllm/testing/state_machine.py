@@ -1,6 +1,7 @@
 """SchedulerMachine: hypothesis drives a scheduler through anything that can happen to it.
 
-Requests come and are aborted, time passes, steps are launched, complete late or fail, in any order; after each event
+Requests come and are aborted, time passes, steps are launched, complete late or fail, the host says its word about late
+requests, in any order; after each event
 everything is checked that `Simulation` can check, and at the end of each run all requests are brought to their end.
 
 ```python
@@ -68,6 +69,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def complete(self) -> None:
         """The oldest launched step completes, if there is one."""
         self.simulation.complete()
+
+    @rule()
+    def complete_late(self) -> None:
+        """The late tokens of the oldest launched step are there, and its result is not."""
+        self.simulation.complete_late()
+
+    @precondition(lambda self: any(self.simulation.requests[r].awaiting for r in self.simulation.live))
+    @rule(which=_ANY)
+    def speak(self, which: int) -> None:
+        """The host says its word about the next token of a late request."""
+        awaiting = [request for request in self.simulation.live if self.simulation.requests[request].awaiting]
+        self.simulation.speak(awaiting[which % len(awaiting)])
 
     @rule(steps=st.integers(1, 8))
     def run(self, steps: int) -> None:

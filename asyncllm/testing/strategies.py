@@ -46,6 +46,7 @@ class RequestShape:
     priority: int
     patience: float | None  # seconds from arrival to deadline
     cache_salt: str | None
+    late: bool = False  # each token waits for the host's word
 
     def spec(self, request: int, *, arrival: float, capacity: int, earlier: Sequence[int] | None = None) -> RequestSpec:
         """The request of this shape; its prompt is cut so that it fits `capacity` tokens with one to generate.
@@ -66,6 +67,7 @@ class RequestShape:
                 seed=self.seed or 0,
                 suppress_before=len(prompt) + min_tokens if self.stop_token_ids else 0,
                 suppressed=tuple(sorted(self.stop_token_ids)),
+                late=self.late,
             ),
             max_tokens=self.max_tokens,
             min_tokens=min_tokens,
@@ -78,7 +80,7 @@ class RequestShape:
 
 
 def request_shapes() -> st.SearchStrategy[RequestShape]:
-    """Short prompts, often with a shared beginning; now and then a stop id, a deadline, a salt."""
+    """Short prompts, often with a shared beginning; now and then a stop id, a deadline, a salt, a late request."""
     return st.builds(
         RequestShape,
         family=st.integers(0, 1),
@@ -93,6 +95,7 @@ def request_shapes() -> st.SearchStrategy[RequestShape]:
         priority=st.sampled_from((0, 0, 0, 1, -1)),
         patience=st.sampled_from((None, None, None, None, None, None, 0.0, 4.0)),
         cache_salt=st.sampled_from((None, None, None, "a")),
+        late=st.sampled_from((False, False, True)),
     )
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.core import Core
-from asyncllm.engine.execution.runner import ModelFacts
+from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, ServedModel
-from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, LateTokens, Mask, StepPlan, StepResult
 from asyncllm.engine.preparation import ChatOptions, Prompt, Submission
 from asyncllm.engine.step_pipeline import clock
 from asyncllm.engine.workers import Workers
@@ -44,32 +44,53 @@ class HandRunner:
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
-        self.waiting: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        self.waiting: deque[tuple[StepPlan, StepTicket]] = deque()
         self.token = 7
         self.on_launch: Callable[[StepPlan], object] = lambda plan: None
         self.closed = False
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         self.on_launch(plan)
         self.plans.append(plan)
-        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        self.waiting.append((plan, future))
-        return future
+        loop = asyncio.get_running_loop()
+        ticket = StepTicket(loop.create_future(), None if plan.late is None else loop.create_future())
+        self.waiting.append((plan, ticket))
+        return ticket
+
+    async def complete_late(self) -> None:
+        """The late tokens of the oldest launched step are here."""
+        plan, ticket = self.waiting[0]
+        if plan.late is not None and ticket.late is not None and not ticket.late.done():
+            masks = plan.late.masks
+            tokens = [self.token] * len(plan.late.rows)
+            if masks is not None:
+                tokens = [first_legal(mask, self.token) for mask in masks]
+            ticket.late.set_result(LateTokens(plan.step, np.array(tokens, np.int32)))
+            await settle()
 
     async def complete(self, steps: int = 1) -> None:
         """Complete the oldest launched steps, one after another, and let the core react."""
         for _ in range(steps):
-            plan, future = self.waiting.popleft()
-            future.set_result(StepResult(plan.step, np.full(plan.num_sampled, self.token, np.int32)))
+            await self.complete_late()
+            plan, ticket = self.waiting.popleft()
+            ticket.result.set_result(StepResult(plan.step, np.full(plan.num_sampled, self.token, np.int32)))
             await settle()
 
     async def fail(self, error: Exception) -> None:
-        _, future = self.waiting.popleft()
-        future.set_exception(error)
+        _, ticket = self.waiting.popleft()
+        if ticket.late is not None and not ticket.late.done():
+            ticket.late.set_exception(error)
+        ticket.result.set_exception(error)
         await settle()
 
     async def aclose(self) -> None:
         self.closed = True
+
+
+def first_legal(mask: Mask, token_id: int) -> int:
+    """This token, or the next legal one."""
+    legal = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(legal[np.searchsorted(legal, token_id) % len(legal)])
 
 
 class ThreadRunner:
@@ -82,10 +103,10 @@ class ThreadRunner:
         self._thread = threading.Thread(target=self._run, name="thread-runner")
         self._thread.start()
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._queue.put((plan, future))
-        return future
+        return StepTicket(future)
 
     async def aclose(self) -> None:
         self._queue.put(None)
@@ -141,7 +162,7 @@ class HandDriven:
         )
         model = ServedModel(self.runner, facts, tokenizer, eos_token_ids=frozenset({2}))
         executor = workers or InlineExecutor()
-        self.core = Core(model, config, Workers(executor, executor))
+        self.core = Core(model, config, Workers(executor, executor, executor))
 
     async def open(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine.core import COMMANDS_A_TURN
+from asyncllm.engine.command_queue import COMMANDS_A_TURN
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.errors import (
     ContextLengthError,

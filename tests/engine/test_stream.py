@@ -10,7 +10,14 @@ import pytest
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.core import Core
 from asyncllm.engine.plan import CacheGroup
-from asyncllm.errors import ConfigError, EngineError, InvalidParamsError, InvalidPromptError, RequestFailed
+from asyncllm.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    InvalidParamsError,
+    InvalidPromptError,
+    RequestFailed,
+)
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.offline import LLM
 from asyncllm.testing.shadow_engine import ShadowModel
@@ -113,3 +120,26 @@ def test_a_config_is_an_engine_config() -> None:
     for wrong in ({"a": 1}, {}, 5):
         with pytest.raises(ConfigError, match="EngineConfig"):
             AsyncEngine("nowhere", config=wrong)  # type: ignore[arg-type]
+
+
+async def test_a_stream_has_its_times_once_it_has_ended() -> None:
+    async with AsyncEngine(ShadowModel()) as engine:
+        stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert stream.metrics is None
+        async for _ in stream:
+            pass
+        assert stream.metrics is not None
+        assert stream.metrics == (await stream.result()).metrics
+        assert stream.metrics.first_token is not None
+
+
+async def test_the_engine_shows_what_it_holds() -> None:
+    async with AsyncEngine(ShadowModel(), num_blocks=16, block_size=8) as engine:
+        async with engine.stream(list(range(3, 30)), LONG):
+            inspection = await engine.inspect(limit=5)
+            assert sum(state > 1 for state in inspection.blocks) >= 4
+            (request,) = inspection.requests
+            assert (request.prompt_tokens, request.age >= 0) == (27, True)
+        assert (await engine.inspect()).requests == ()
+    with pytest.raises(EngineClosed):
+        await engine.inspect()

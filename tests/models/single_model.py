@@ -37,7 +37,7 @@ class SingleModel:
         self.row_blocks = -(-max_length // block_size)
         groups = len(self.layout.groups)
         self.cache = self.layout.allocate(groups * self.row_blocks, dtype)
-        self.rows = RowState(1, groups, self.row_blocks)
+        self.rows = RowState(1, groups, self.row_blocks, self.config.vocab_size)
         self.builder = BatchBuilder(self.layout, self.cache, needs_lengths=self.model.rotary.length_dependent)
 
     def start(self, prompt_tokens: int) -> None:

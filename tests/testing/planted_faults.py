@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncllm.engine.plan import NULL_BLOCK, StepResult
+from asyncllm.engine.plan import NULL_BLOCK, LateTokens, StepResult
 from asyncllm.engine.scheduling.prefix_index import first_block_read
 from asyncllm.engine.scheduling.reports import StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request
@@ -90,10 +90,15 @@ class WindowFreedByPlan(Scheduler):
 class StarvedRequest(Scheduler):
     """Who does not fit yet is passed over by those who do."""
 
-    def _plan_waiting(self, draft: StepDraft, now: float) -> None:
-        for request in list(self._roster._waiting):
-            if self._rows.free and draft.budget:
-                self._admit(request, 0, draft, now)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+
+        def plan_waiting(draft: StepDraft, now: float) -> None:
+            for request in list(self._roster._waiting):
+                if self._rows.free and draft.budget:
+                    self._planner._admit(request, 0, draft, now)
+
+        replace(self._planner, "_plan_waiting", plan_waiting)
 
 
 class BudgetOverrun(Scheduler):
@@ -133,3 +138,53 @@ class PreemptedTooSoon(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         replace(self._roster, "preempt", without_launched_steps(self, self._roster.preempt))
+
+
+class StaleWord(Scheduler):
+    """The host's word about one token is taken for the next one too."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        plan_late = self._planner._plan_late
+
+        def forgetful(request: Request, draft: StepDraft) -> bool:
+            adjustment = request.adjustment
+            planned = plan_late(request, draft)
+            request.adjustment = adjustment
+            return planned
+
+        replace(self._planner, "_plan_late", forgetful)
+
+
+class LogitsOutliveRow(Scheduler):
+    """A preempted late row is taken to have its logits still."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        def preempt(request: Request) -> None:
+            kept = request.id in self._rows._kept
+            original(request)
+            if kept:
+                self._rows._kept[request.id] = request
+
+        original = self._roster.preempt
+        replace(self._roster, "preempt", preempt)
+
+
+class ForcedTokensComputed(Scheduler):
+    """Forced tokens count as computed as soon as they are known."""
+
+    def force(self, request: int, token_ids: Sequence[int]) -> Sequence[int]:
+        taken = super().force(request, token_ids)
+        live = self._roster.live(request)
+        if live is not None and live.row is not None:
+            self._rows.advance_to(live, live.known, live.last_step)
+        return taken
+
+
+class LateTokensInPlanOrder(Scheduler):
+    """Late tokens go to the requests in the order in which these came."""
+
+    def apply_late(self, tokens: LateTokens) -> StepTokens:
+        self._in_flight[0].late.sort(key=lambda sample: sample.request.id)
+        return super().apply_late(tokens)

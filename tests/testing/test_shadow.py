@@ -9,7 +9,8 @@ import pytest
 
 from asyncllm.engine.plan import CacheGroup, Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.engine.scheduling.scheduler import SchedulerConfig
-from asyncllm.testing.shadow import ShadowDevice, ShadowFault, reference_output, shadow_token
+from asyncllm.testing.shadow import ShadowDevice, ShadowFault
+from asyncllm.testing.shadow_tokens import reference_output, shadow_token
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 VOCAB_SIZE = 50
@@ -110,7 +111,7 @@ def test_chunk_reads_what_an_earlier_chunk_of_its_step_writes() -> None:
 
 FAULTS: dict[str, tuple[Callable[[], ShadowDevice], StepPlan, str]] = {
     "step left out": (started, make_plan(2, decode=[0]), "where 1 was due"),
-    "nothing to do": (started, make_plan(1), "budget"),
+    "nothing to do": (started, make_plan(1), "does nothing"),
     "budget overrun": (started, make_plan(1, joins=[1], chunks=[chunk(1, 0, range(17))]), "budget"),
     "row twice": (started, make_plan(1, decode=[0, 0]), "row twice"),
     "row of nobody": (started, make_plan(1, decode=[3]), "nobody has"),

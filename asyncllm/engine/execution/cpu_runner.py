@@ -5,60 +5,131 @@ Knows how to run a step, and nothing else: what to run is the scheduler's, how a
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.device_thread import Answer, DeviceThread
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
-from asyncllm.engine.execution.row_state import RowState
-from asyncllm.engine.execution.sampler import sample
+from asyncllm.engine.execution.prompt_scores import PromptReader, extended
+from asyncllm.engine.execution.row_state import Int64Array, RowState
+from asyncllm.engine.execution.runner import StepTicket
+from asyncllm.engine.execution.sampler import SampledRows, processed, sample
 from asyncllm.engine.execution.step_batch import BatchBuilder, lay_out_tokens
-from asyncllm.engine.plan import StepPlan, StepResult
+from asyncllm.engine.execution.step_outputs import lay_out_outputs
+from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
+from asyncllm.engine.plan import (
+    Int32Array,
+    LateSamples,
+    LateTokens,
+    PromptLogprobs,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 from asyncllm.models.llama import Llama
+
+_NO_ROWS = np.zeros(0, np.int32)
 
 
 class StepExecutor:
     """Runs steps one after another on the calling thread, which must be in inference mode."""
 
-    def __init__(self, model: Llama, layout: CacheLayout, cache: Tensor, rows: RowState) -> None:
+    def __init__(
+        self, model: Llama, layout: CacheLayout, cache: Tensor, rows: RowState, *, processed_logprobs: bool = False
+    ) -> None:
+        """`processed_logprobs`: log-probabilities are those of what is drawn from, not of the model's own logits."""
         self._model = model
+        self._processed = processed_logprobs
         self._cache = cache
         self._rows = rows
         self._builder = BatchBuilder(layout, cache, needs_lengths=model.rotary.length_dependent)
         self._broken_rows: set[int] = set()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step. After a failure its rows are broken, and fail every step that needs them, until joined anew."""
-        planned = {*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks)}
+    def execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
+        """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
+        step that needs them, until joined anew."""
+        planned = {*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks)}
+        if plan.late is not None:
+            planned.update(plan.late.rows.tolist())
         self._broken_rows.difference_update(join.row for join in plan.joins)
         try:
             if broken := planned & self._broken_rows:
                 raise RuntimeError(f"an earlier step failed, and with it the state of rows {sorted(broken)}")
-            return self._execute(plan)
+            return self._execute(plan, tell_late)
         except BaseException:
             self._broken_rows |= planned
             raise
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
         rows = self._rows
         for join in plan.joins:
             rows.join(join)
         rows.edit_tables(plan.tables)
         if len(plan.copies):
             copy_blocks(self._cache, plan.copies)
+        if plan.late is not None:
+            tell_late(self._sample_late(plan.step, plan.late))
+        if not plan.num_tokens:
+            return StepResult(plan.step, np.zeros(0, np.int32))
+        rows.take_chunks(plan.chunks)
         tokens = lay_out_tokens(plan, rows)
-        logits = self._model.forward(self._builder.build(tokens, rows))
+        batch = self._builder.build(tokens, rows)
+        prompts: tuple[PromptLogprobs, ...] = ()
+        if parts := rows.prompt_parts(plan.chunks):
+            reader, count = PromptReader(parts, tokens.chunk_firsts), len(tokens.sampled)
+            features = self._model.features(replace(batch, sampled=extended(tokens.sampled, reader)))
+            logits = self._model.head(features[:count])
+            prompts = reader.read(features[count:], self._model.head)
+        else:
+            logits = self._model.forward(batch)
         rows.position[tokens.rows] = tokens.positions + 1  # of equal rows the last, and largest, stays
-        token_ids = np.zeros(0, np.int64)
-        if len(tokens.sampled):
-            sampled_rows = tokens.rows[tokens.sampled]
-            settings = rows.sampling(sampled_rows, tokens.positions[tokens.sampled] + 1)
-            token_ids = sample(logits.float(), settings)
-            rows.last_token[sampled_rows] = token_ids
-        return StepResult(plan.step, token_ids.astype(np.int32))
+        for fork in plan.forks:
+            chunk = plan.chunks[fork.chunk]
+            rows.position[fork.row] = chunk.start + len(chunk.token_ids)
+        outputs = lay_out_outputs(plan)
+        kept = [logits[place].to(torch.float32, copy=True) for _, place in outputs.kept]  # not a view of the whole step
+        if outputs.kept or plan.forks:
+            logits = logits[torch.from_numpy(outputs.places)]
+        scores: StepLogprobs | None = None
+        token_ids: Int64Array = np.zeros(0, np.int64)
+        if len(outputs.rows):
+            settings = rows.sampling(outputs.rows, rows.position[outputs.rows])
+            token_ids, scores = self._sample(logits.float(), outputs.rows, settings)
+        if prompts:
+            scores = StepLogprobs(_NO_ROWS, NO_SCORES, prompts) if scores is None else replace(scores, prompts=prompts)
+        read = rows.keep([row for row, _ in outputs.kept], kept)
+        return StepResult(plan.step, token_ids.astype(np.int32), scores, read)
+
+    def _sample_late(self, step: int, late: LateSamples) -> LateTokens:
+        rows, where = self._rows, late.rows.astype(np.int64)
+        settings = replace(
+            rows.sampling(where, rows.position[where]),
+            masks=late.masks,
+            biases=[(index, bias) for index, bias in enumerate(late.biases) if bias is not None],
+        )
+        token_ids, scores = self._sample(rows.take_kept(late.rows), where, settings)
+        return LateTokens(step, token_ids.astype(np.int32), scores)
+
+    def _sample(
+        self, logits: Tensor, rows: Int32Array | Int64Array, settings: SampledRows
+    ) -> tuple[Int64Array, StepLogprobs | None]:
+        """The tokens of these rows, and what those of them that ask are told. `logits` are overwritten."""
+        asking = self._rows.logprobs(rows)
+        some = np.array([index for index, _ in asking], np.int64)
+        raw = logits[torch.from_numpy(some)] if asking else None
+        token_ids = sample(logits, settings)
+        self._rows.take_tokens(rows, settings.position, token_ids)
+        if raw is None:
+            return token_ids, None
+        if self._processed:
+            raw = processed(logits, settings, some)
+        scores = score_tokens(raw, token_ids[some], [asked for _, asked in asking])
+        return token_ids, StepLogprobs(some.astype(np.int32), scores)
 
 
 class CpuRunner:
@@ -68,13 +139,25 @@ class CpuRunner:
         self._thread = thread
         self._executor: StepExecutor | None = executor
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         """See `Runner.launch`."""
         if self._executor is None:
             raise RuntimeError("the runner is closed")
-        return self._thread.submit(partial(self._executor.execute, plan))
+        late: Answer[LateTokens] | None = None if plan.late is None else Answer()
+        result = self._thread.submit(partial(_execute, self._executor, plan, late))
+        return StepTicket(result, None if late is None else late.future)
 
     async def aclose(self) -> None:
         """See `Runner.aclose`."""
         self._executor = None  # launched steps hold it until they are done
         await self._thread.aclose()
+
+
+def _execute(executor: StepExecutor, plan: StepPlan, late: Answer[LateTokens] | None) -> StepResult:
+    if late is None:
+        return executor.execute(plan, lambda tokens: None)
+    try:
+        return executor.execute(plan, late.succeed)
+    except BaseException as error:
+        late.fail(error)
+        raise

@@ -7,7 +7,6 @@ to run the scheduler's.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 from asyncllm.engine.execution.cuda_device import is_device_fault
 from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import StepPlan, StepResult
 from asyncllm.errors import EngineDead
@@ -50,13 +50,15 @@ class CudaRunner:
         self._waiter = DeviceThread("asyncllm-cuda")
         self._fault: EngineDead | None = None
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         """See `Runner.launch`. A step that cannot be launched raises, and leaves every row of it undefined."""
         executor, ticket = self._executor, self._tickets[self._turn]
         if executor is None:
             raise RuntimeError("the runner is closed")
         if self._fault is not None:
             raise self._fault
+        if plan.late is not None or plan.forks or any(chunk.keeps for chunk in plan.chunks):
+            raise NotImplementedError("late rows and further choices do not run on the GPU yet")
         ticket.idle.wait()
         try:
             ticket.kept = executor.enqueue(plan, self._turn)
@@ -69,7 +71,7 @@ class CudaRunner:
         future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan.step, plan.num_sampled))
         self._turn = (self._turn + 1) % STEPS
         executor.capture()
-        return future
+        return StepTicket(future)
 
     async def aclose(self) -> None:
         """See `Runner.aclose`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -47,9 +47,9 @@ class DeviceThread:
         """Call `function` after all calls before it; its result or exception arrives on the running loop."""
         if self._closing:
             raise RuntimeError("the device thread is closed")
-        call = _Call(function, asyncio.get_running_loop())
+        call = _Call(function, Answer())
         self._calls.put(call)
-        return call.future
+        return call.answer.future
 
     async def bring_up(self, function: Callable[[], T]) -> T:
         """As `submit`, for the call that the thread was made for: without its result the thread ends."""
@@ -82,25 +82,40 @@ class DeviceThread:
         self._ended.set_result(None)
 
 
-class _Call:
-    """A function to call and the future of its result."""
+class Answer(Generic[T]):
+    """A future of the running loop that another thread resolves."""
 
-    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def succeed(self, result: T) -> None:
+        """From any thread. The first answer counts."""
+        self._resolve(_succeed, result)
+
+    def fail(self, error: BaseException) -> None:
+        """From any thread. The first answer counts."""
+        self._resolve(_fail, error)
+
+    def _resolve(self, resolve: Callable[[asyncio.Future[Any], Any], None], value: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(resolve, self.future, value)
+
+
+class _Call:
+    """A function to call and the answer that its result is."""
+
+    def __init__(self, function: Callable[[], Any], answer: Answer[Any]) -> None:
         self._function = function
-        self._loop = loop
-        self.future: asyncio.Future[Any] = loop.create_future()
+        self.answer = answer
 
     def run(self) -> None:
         try:
             result = self._function()
         except BaseException as error:
-            self._answer(_fail, error)
+            self.answer.fail(error)
         else:
-            self._answer(_succeed, result)
-
-    def _answer(self, resolve: Callable[[asyncio.Future[Any], Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(resolve, self.future, value)
+            self.answer.succeed(result)
 
 
 def _succeed(future: asyncio.Future[Any], result: Any) -> None:

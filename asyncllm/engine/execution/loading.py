@@ -68,7 +68,7 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
         load_weights(model, thread.interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
-    rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks)
+    rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)
     facts = ModelFacts(
         vocab_size=model_config.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -87,7 +87,8 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
         device="cpu",
         prefix_caching=not model.rotary.length_dependent,
     )
-    return StepExecutor(model, sizes.layout, cache, rows), facts
+    processed = config.logprobs_mode == "processed"
+    return StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed), facts
 
 
 @dataclass(frozen=True, slots=True)

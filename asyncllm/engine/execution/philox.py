@@ -30,10 +30,13 @@ def philox(counter: tuple[UInt64Array, ...], key: tuple[UInt64Array, ...]) -> tu
 
 
 def uniform_draws(
-    seed: UInt64Array, position: NDArray[np.integer[Any]], choice: NDArray[np.integer[Any]]
+    seed: UInt64Array, position: NDArray[np.integer[Any]], choice: NDArray[np.integer[Any]], stream: int = 0
 ) -> NDArray[np.float32]:
-    """One number of (0, 1] per element, a function of (seed, position, choice): ((w >> 8) + 0.5) · 2⁻²⁴ in float32."""
+    """One number of (0, 1] per element, a function of (seed, position, choice): ((w >> 8) + 0.5) · 2⁻²⁴ in float32.
+
+    Each `stream` has numbers of its own.
+    """
     where, which = position.astype(np.uint64), choice.astype(np.uint64)
-    counter = (where & _LOW, where >> _SHIFT, which, np.zeros_like(where))
+    counter = (where & _LOW, where >> _SHIFT, which, np.full_like(where, stream))
     word = philox(counter, (seed & _LOW, seed >> _SHIFT))[0]
     return ((word >> np.uint64(8)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from asyncllm.engine.execution.sampler import SampledRows
-from asyncllm.engine.plan import NULL_BLOCK, Int32Array, RowJoin, TableEdits
+from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
+from asyncllm.engine.execution.prompt_scores import PromptPart, prompt_part
+from asyncllm.engine.execution.sampler import SampledRows, has_rare_filter
+from asyncllm.engine.plan import (
+    NULL_BLOCK,
+    Chunk,
+    Float32Array,
+    Int32Array,
+    LogprobsRequest,
+    RowJoin,
+    RowSampling,
+    TableEdits,
+)
 
 Int64Array = NDArray[np.int64]
 
@@ -16,8 +30,9 @@ Int64Array = NDArray[np.int64]
 class RowState:
     """Arrays with one entry per row. For the CPU, so in main memory."""
 
-    def __init__(self, num_rows: int, num_groups: int, row_blocks: int) -> None:
+    def __init__(self, num_rows: int, num_groups: int, row_blocks: int, vocabulary: int) -> None:
         """`row_blocks`: entries of a block table, enough for the longest request."""
+        self._vocabulary = vocabulary
         self.last_token = np.zeros(num_rows, np.int64)
         self.position = np.zeros(num_rows, np.int64)  # computed so far: where the next token is computed
         self.prompt_tokens = np.zeros(num_rows, np.int64)
@@ -29,7 +44,14 @@ class RowState:
         self._seed = np.zeros(num_rows, np.uint64)
         self._choice = np.zeros(num_rows, np.int64)
         self._suppress_before = np.zeros(num_rows, np.int64)
+        self._reads_logits = np.zeros(num_rows, np.bool_)
+        self._kept: dict[int, Tensor] = {}  # by late row: [vocabulary] float32 logits that wait for the host
         self._suppressed: list[Int64Array] = [np.zeros(0, np.int64)] * num_rows
+        # Of the few rows that ask for more, by row.
+        self._adjustments: dict[int, LogitAdjustment] = {}
+        self._rare: dict[int, RowSampling] = {}
+        self._logprobs: dict[int, LogprobsRequest] = {}
+        self._told_prompts: dict[int, tuple[Int32Array, LogprobsRequest]] = {}
 
     def join(self, join: RowJoin) -> None:
         """A request takes a row."""
@@ -45,6 +67,13 @@ class RowState:
         self._choice[row] = sampling.choice
         self._suppress_before[row] = sampling.suppress_before if sampling.suppressed else 0
         self._suppressed[row] = np.array(sampling.suppressed, np.int64)
+        self._reads_logits[row] = sampling.reads_logits
+        self._kept.pop(row, None)
+        _put(self._adjustments, row, LogitAdjustment.of(join, self._vocabulary))
+        _put(self._rare, row, sampling if has_rare_filter(sampling) else None)
+        _put(self._logprobs, row, sampling.logprobs)
+        told = sampling.prompt_logprobs
+        _put(self._told_prompts, row, None if told is None else (join.known()[: join.prompt_tokens], told))
 
     def edit_tables(self, edits: TableEdits) -> None:
         """Set block-table entries."""
@@ -61,8 +90,63 @@ class RowState:
             choice=self._choice[rows],
             position=positions,
             suppressed=self._suppressions(rows, positions),
+            adjustments=_among(self._adjustments, rows),
+            rare=_among(self._rare, rows),
         )
+
+    def logprobs(self, rows: Int32Array | Int64Array) -> Sequence[tuple[int, LogprobsRequest]]:
+        """(index, what it asks for) of those of `rows` that ask for log-probabilities of their sampled tokens."""
+        return _among(self._logprobs, rows)
+
+    def keep(self, rows: Sequence[int], logits: Sequence[Tensor]) -> Float32Array | None:
+        """Keep logits [vocabulary] float32 of late rows. Returns those [r, vocabulary] that the host reads, if any."""
+        self._kept.update(zip(rows, logits, strict=True))
+        read = [kept.numpy() for row, kept in zip(rows, logits, strict=True) if self._reads_logits[row]]
+        return np.stack(read) if read else None
+
+    def take_kept(self, rows: Int32Array) -> Tensor:
+        """The kept logits [rows, vocabulary] of these late rows, for the last time."""
+        return torch.stack([self._kept.pop(row) for row in rows.tolist()])
+
+    def prompt_parts(self, chunks: Sequence[Chunk]) -> Sequence[PromptPart]:
+        """What the chunks tell of prompts of which log-probabilities are asked for."""
+        asking = _among(self._told_prompts, [chunk.row for chunk in chunks]) if self._told_prompts else ()
+        parts = [prompt_part(index, chunks[index], *told) for index, told in asking]
+        return [part for part in parts if part is not None]
+
+    def take_tokens(self, rows: Int32Array | Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
+        """These rows have sampled these tokens, at these positions."""
+        self.last_token[rows] = token_ids
+        for index, adjustment in _among(self._adjustments, rows):
+            if adjustment.counts is not None:
+                adjustment.counts.add(int(positions[index]), int(token_ids[index]))
+
+    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Before a step: the host has made these tokens known, some of them to the rows for the first time."""
+        if not self._adjustments:
+            return
+        for index, adjustment in _among(self._adjustments, [chunk.row for chunk in chunks]):
+            if adjustment.counts is not None:
+                for position, token_id in enumerate(chunks[index].token_ids.tolist(), chunks[index].start):
+                    adjustment.counts.add(position, token_id)
 
     def _suppressions(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Sequence[tuple[int, Int64Array]]:
         early = np.flatnonzero(self._suppress_before[rows] > positions)
         return [(int(index), self._suppressed[rows[index]]) for index in early]
+
+
+_Value = TypeVar("_Value")
+
+
+def _put(table: dict[int, _Value], row: int, value: _Value | None) -> None:
+    if value is None:
+        table.pop(row, None)
+    else:
+        table[row] = value
+
+
+def _among(table: dict[int, _Value], rows: Int32Array | Int64Array | Sequence[int]) -> Sequence[tuple[int, _Value]]:
+    """(index in `rows`, value) of the rows that are in the table; costs nothing where that is empty."""
+    if not table:
+        return ()
+    return [(index, table[row]) for index, row in enumerate(np.asarray(rows).tolist()) if row in table]

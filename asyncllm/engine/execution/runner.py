@@ -7,17 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, LateTokens, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepTicket:
+    """What comes of a launched step."""
+
+    result: asyncio.Future[StepResult]
+    late: asyncio.Future[LateTokens] | None = None  # where the plan has late samples
 
 
 class Runner(Protocol):
     """Runs plans on a device, one after another, in launch order."""
 
-    def launch(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def launch(self, plan: StepPlan) -> StepTicket:
         """Enqueue a step and return at once. Called on the engine's loop.
 
-        Futures complete in launch order. A step that fails fails its future with the step's own exception, and so
-        does every later launched step that needs a row of it. Cancelling a future does not stop its step.
+        Futures complete in launch order, and of one step the late tokens before the result: as soon as they are
+        sampled, while the forward pass runs. A step that fails fails its futures, except late tokens that are told,
+        with the step's own exception, and so does every later launched step that needs a row of it. Cancelling a
+        future does not stop its step.
         """
         ...
 

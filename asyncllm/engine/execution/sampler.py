@@ -1,24 +1,29 @@
 """From logits to tokens: a function of each row alone.
 
-Order: suppressed ids, temperature, top_k, top_p, min_p, draw. Each of the three filters keeps the most likely tokens
-of those the one before kept, and every token that is as likely as the last one kept; so together they are one lower
-bound on the logit.
+Order: bans, bias and penalties (`logit_adjustment`), temperature, top_n_sigma, top_k, typical_p, top_p, min_p, xtc,
+draw. A filter looks at what the ones before have kept, and keeps with a token every other that is as likely. Most of
+them keep the most likely tokens; so together these are one lower bound on the logit, found for all rows at once. The
+others (top_n_sigma, typical_p, xtc) are rarely used, and go row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
+from asyncllm.engine.plan import RowBias, RowLogits, RowSampling
 
 _NUCLEUS_CANDIDATES = 1024
 """top_p first looks at this many tokens, and sorts the whole vocabulary only where they do not suffice."""
+XTC_STREAM = 1
+"""Which of a position's numbers decides over xtc; the draw's own is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +38,83 @@ class SampledRows:
     choice: NDArray[np.int64]
     position: NDArray[np.int64]  # of the token to be sampled
     suppressed: Sequence[tuple[int, NDArray[np.int64]]] = ()  # (row, ids that it may not give now)
+    adjustments: Sequence[tuple[int, LogitAdjustment]] = ()  # (row, what it does to its logits)
+    rare: Sequence[tuple[int, RowSampling]] = field(default=())  # (row, its settings) of rows with a rare filter
+    masks: NDArray[np.uint32] | None = None  # [rows, words] what a late row may give, see `plan.Mask`
+    biases: Sequence[tuple[int, RowBias | RowLogits]] = ()  # (late row, what the host adds or puts in their place)
+
+
+def has_rare_filter(sampling: RowSampling) -> bool:
+    """Whether a row must be among `SampledRows.rare`."""
+    return sampling.top_n_sigma > 0 or sampling.typical_p < 1 or sampling.xtc_probability > 0
 
 
 def sample(logits: Tensor, rows: SampledRows) -> NDArray[np.int64]:
-    """One token id per row of `logits` [rows, vocabulary] float32, in which suppressed ids are overwritten."""
-    for row, ids in rows.suppressed:
-        logits[row, torch.from_numpy(ids)] = -torch.inf
+    """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place."""
+    adjust(logits, rows)
     drawn = np.flatnonzero(rows.temperature > 0)
     if not len(drawn):
         return logits.argmax(-1).numpy()
     if len(drawn) == len(rows.temperature):
-        return _draw(logits, rows, drawn)
+        return _draw(_filtered(logits, rows, drawn), rows, drawn)
     token_ids = logits.argmax(-1).numpy()
-    token_ids[drawn] = _draw(logits[torch.from_numpy(drawn)], rows, drawn)
+    token_ids[drawn] = _draw(_filtered(logits[torch.from_numpy(drawn)], rows, drawn), rows, drawn)
     return token_ids
 
 
-def _draw(logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`logits` [drawn, vocabulary] of these rows."""
+def adjust(logits: Tensor, rows: SampledRows) -> None:
+    """Bans, bias and penalties, and what the host has to say, in place."""
+    if rows.masks is not None:
+        mask_logits(logits, rows.masks)
+    for row, ids in rows.suppressed:
+        logits[row, torch.from_numpy(ids)] = -torch.inf
+    for row, adjustment in rows.adjustments:
+        adjustment.apply(logits[row])
+    for row, bias in rows.biases:
+        values = torch.from_numpy(bias.values)
+        if isinstance(bias, RowLogits):
+            logits[row] = values
+        else:
+            logits[row].index_add_(0, torch.from_numpy(bias.token_ids), values)
+
+
+def processed(logits: Tensor, rows: SampledRows, some: NDArray[np.int64]) -> Tensor:
+    """Of adjusted `logits` [rows, vocabulary], these rows' as they are drawn from; a greedy row's stay as they are."""
+    result = logits[torch.from_numpy(some)]
+    drawn = np.flatnonzero(rows.temperature[some] > 0)
+    if len(drawn):
+        result[torch.from_numpy(drawn)] = _filtered(result[torch.from_numpy(drawn)], rows, some[drawn])
+    return result
+
+
+def _filtered(logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> Tensor:
+    """A copy of `logits` [drawn, vocabulary] of these rows: over the temperature, -inf where a filter drops a token."""
     # The largest becomes 0 before the division, so that no temperature makes it overflow.
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(torch.from_numpy(rows.temperature[drawn])[:, None])
     top_k, top_p, min_p = rows.top_k[drawn], rows.top_p[drawn], rows.min_p[drawn]
-    filtered = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
+    by_bound = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    for row, sampling in rows.rare:
+        place = int(np.searchsorted(drawn, row))
+        if place < len(drawn) and drawn[place] == row:
+            by_bound[place] = False
+            _filter_row(scaled[place], sampling, int(rows.position[row]))
+    filtered = np.flatnonzero(by_bound)
     if len(filtered):
         some = torch.from_numpy(filtered)
         kept = scaled[some]
         bounds = _lower_bounds(kept, top_k[filtered], top_p[filtered], min_p[filtered])
         scaled[some] = kept.masked_fill_(kept < bounds[:, None], -torch.inf)
+    return scaled
+
+
+def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of `scaled` [drawn, vocabulary], which is overwritten."""
     cumulative = scaled.exp_().cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     # The first id at which the sum reaches its share; a sum grows only at ids that were kept.
     target = uniform[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target).squeeze(-1)
-    return found.clamp_(max=logits.shape[-1] - 1).numpy()  # past the end where a row is not a number
+    return found.clamp_(max=scaled.shape[-1] - 1).numpy()  # past the end where a row is not a number
 
 
 def _lower_bounds(
@@ -98,3 +147,49 @@ def _nucleus_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
         reached = best.cumsum(-1, dtype=torch.float64)
     last = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=reached.shape[-1] - 1)
     return scaled.gather(-1, ids.gather(-1, last)).squeeze(-1)
+
+
+def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
+    """All filters on one row [vocabulary], in their order and in place."""
+    if sampling.top_n_sigma > 0:
+        finite = scaled[scaled > -torch.inf].double()
+        deviation = float(finite.std(correction=0)) if len(finite) else 0.0
+        scaled[scaled < scaled.max() - sampling.top_n_sigma * deviation] = -torch.inf
+    if 0 < sampling.top_k < len(scaled):
+        scaled[scaled < scaled.topk(sampling.top_k).values[-1]] = -torch.inf
+    if sampling.typical_p < 1:
+        distance = surprise_distance(scaled)
+        nearest = distance.sort()
+        held = scaled.double().softmax(-1)[nearest.indices].cumsum(-1)
+        last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
+        scaled[distance > nearest.values[last]] = -torch.inf
+    if sampling.top_p < 1:
+        best = scaled.sort(descending=True).values
+        held = best.double().softmax(-1).cumsum(-1)
+        last = min(int((held < np.float32(sampling.top_p)).sum()), len(scaled) - 1)
+        scaled[scaled < best[last]] = -torch.inf
+    if sampling.min_p > 0:
+        scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
+    if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):
+        shares = scaled.double().softmax(-1)
+        chosen = scaled[shares >= sampling.xtc_threshold]
+        if len(chosen):
+            scaled[scaled > chosen.min()] = -torch.inf
+
+
+def surprise_distance(scaled: Tensor) -> Tensor:
+    """How far each token's surprise is from the expected one, in float64; infinite where it has no probability.
+
+    Meister et al., "Locally typical sampling", TACL 2023.
+    """
+    surprise = -scaled.double().log_softmax(-1)
+    expected = torch.where(surprise < torch.inf, surprise * (-surprise).exp(), 0.0).sum()
+    return (surprise - expected).abs()
+
+
+def drops_first_choices(sampling: RowSampling, position: int) -> bool:
+    """Whether xtc acts on the token at this position: by a number of its own, beside the draw's."""
+    (uniform,) = uniform_draws(
+        np.array([sampling.seed], np.uint64), np.array([position]), np.array([sampling.choice]), XTC_STREAM
+    )
+    return bool(uniform <= np.float32(sampling.xtc_probability))

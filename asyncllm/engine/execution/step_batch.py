@@ -31,7 +31,8 @@ class StepTokens:
     rows: Int64Array  # [n]
     singles: int  # how many are alone in their row
     spans: tuple[Chunk, ...]  # the chunks, in their order
-    sampled: Int64Array  # [s] where the tokens that sample are, in the plan's order
+    sampled: Int64Array  # [s] where the tokens are whose logits are needed, in the order of `StepOutputs`
+    chunk_firsts: Int64Array  # [c] where the first token of each of the plan's chunks is
 
 
 def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
@@ -39,6 +40,8 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     lone = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
     spans = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
     decode = plan.decode_rows
+    if plan.late is not None:
+        decode = np.concatenate((decode, plan.late.rows[: plan.late.decoding]))
     single_rows = np.concatenate((decode, np.array([chunk.row for chunk in lone], np.int64)))
     single_positions = np.concatenate((rows.position[decode], np.array([chunk.start for chunk in lone], np.int64)))
     single_ids = np.concatenate((rows.last_token[decode], *(chunk.token_ids for chunk in lone)))
@@ -46,7 +49,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
 
-    sampled = list(places[: len(decode)])
+    sampled, firsts = list(places[: len(decode)]), []
     lone_places, span_end = iter(places[len(decode) :]), len(order)
     for chunk in plan.chunks:
         if len(chunk.token_ids) == 1:
@@ -54,7 +57,8 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
         else:
             span_end += len(chunk.token_ids)
             place = span_end - 1
-        if chunk.samples:
+        firsts.append(place + 1 - len(chunk.token_ids))
+        if chunk.samples or chunk.keeps:
             sampled.append(place)
     lengths = [len(chunk.token_ids) for chunk in spans]
     return StepTokens(
@@ -66,6 +70,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
         singles=len(order),
         spans=tuple(spans),
         sampled=np.array(sampled, np.int64),
+        chunk_firsts=np.array(firsts, np.int64),
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from asyncllm.engine.scheduling.prefix_index import PrefixIndex
+from asyncllm.metrics import BlockState
 
 
 class BlockPool:
@@ -36,6 +39,13 @@ class BlockPool:
     def holders(self, block: int) -> int:
         """How many hold this block."""
         return self._holders[block]
+
+    def states(self) -> bytes:
+        """The `BlockState` of each block. From any thread: holders and cached blocks may be some operations apart."""
+        holders, cached = np.array(self._holders[1:]), np.array(list(self._cached), dtype=np.int64)
+        states = np.where(holders > 1, BlockState.SHARED, np.where(holders == 1, BlockState.USED, BlockState.FREE))
+        states[cached - 1] = np.where(states[cached - 1] == BlockState.FREE, BlockState.CACHED, states[cached - 1])
+        return states.astype(np.uint8).tobytes()
 
     def allocate(self) -> int:
         """A block for one holder, its old content forgotten. There must be one available."""

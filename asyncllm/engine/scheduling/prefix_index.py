@@ -94,7 +94,7 @@ class PrefixIndex:
         """
         size, known = self._block_size, request.known
         self.hash_blocks(request, known // size)
-        blocks = min(len(request.hashes), known // size)
+        blocks = min(len(request.hashes), known // size) if request.reuses_prefix else 0
         for group, by_hash in zip(self._groups, self._blocks, strict=True):
             if group.window is None:
                 blocks = next((i for i in range(blocks) if request.hashes[i] not in by_hash), blocks)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncllm.engine.plan import TokenScores
 from asyncllm.results import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a request's prompt tokens, at the positions `start` and on."""
+
+    request: int
+    start: int
+    scores: TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +25,8 @@ class StepTokens:
     step: int
     requests: Sequence[int]  # the same object again while the same rows are steady
     token_ids: Sequence[int]
+    scores: Sequence[tuple[int, TokenScores]] = ()  # (request, of its token) of those that ask
+    prompts: Sequence[PromptScores] = ()
 
 
 @dataclass(frozen=True, slots=True)

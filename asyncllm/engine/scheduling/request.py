@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from asyncllm.engine.plan import Int32Array, RowSampling
+from asyncllm.engine.plan import Adjustment, Int32Array, RowJoin, RowSampling
 
 Order = tuple[int, float, float, int]
 """Sorts requests, the most important first."""
@@ -68,14 +68,17 @@ class Request:
     """
 
     __slots__ = (
+        "adjustment",
         "cached_tokens",
         "caught_up",
+        "coming",
         "computed",
         "first_scheduled",
         "given_back",
         "hashes",
         "id",
         "last_step",
+        "late",
         "limit",
         "order",
         "output",
@@ -90,6 +93,7 @@ class Request:
     def __init__(self, spec: RequestSpec, order: Order, limit: int, num_groups: int) -> None:
         self.spec = spec
         self.id = spec.request
+        self.late = spec.sampling.late
         self.order = order
         self.limit = limit  # prompt and output together never pass this
         self.output: list[int] = []
@@ -97,7 +101,9 @@ class Request:
         self.row: int | None = None
         self.last_step = -1  # the last planned step it has a part in; not kept up while the row is steady
         self.computed = 0  # positions of applied chunks
-        self.caught_up = False  # a step that sampled for it was applied since it joined its row
+        self.caught_up = False  # a step that sampled for it was applied since it joined its row; never of a late one
+        self.adjustment: Adjustment | None = None  # late: the host's word about the next token
+        self.coming = False  # late: its next token is sampled in a launched step
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]  # blocks; all of one length
         self.given_back = [0] * num_groups  # table entries before this index fell out of the group's window
         self.hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
@@ -115,6 +121,17 @@ class Request:
     def applied(self) -> int:
         """Positions that applied steps have computed: no launched or later step writes before this one."""
         return self.known - 1 if self.caught_up else self.computed
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached positions may stand for computed ones: not where each position's logits are asked for."""
+        return self.spec.sampling.prompt_logprobs is None
+
+    def join(self, row: int) -> RowJoin:
+        """How the request takes a row."""
+        spec = self.spec
+        history = self.tokens(0, self.known) if spec.sampling.needs_history else None
+        return RowJoin(row, self.id, spec.sampling, len(spec.token_ids), history)
 
     def tokens(self, start: int, end: int) -> Int32Array:
         """A copy of the known token ids from position `start` to before `end`."""

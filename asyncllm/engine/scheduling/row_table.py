@@ -1,9 +1,11 @@
-"""RowTable: which request has which row, how far each row is planned, and the steady rows.
+"""RowTable: which request has which row, how far each row is planned, and which rows go on in which way.
 
 A *steady* row goes on by one position a step: its next token is, or will be, on the device. Every other row is
-*lagging*: the host knows tokens that it has yet to compute. Steady rows cost nothing by themselves: their counts
-are arrays, and a row is looked at only when its position reaches the one noted for it (its blocks are full, or its
-last token is due).
+*lagging*: the host knows tokens that it has yet to compute, or the row is a late one. Steady rows cost nothing by
+themselves: their counts are arrays, and a row is looked at only when its position reaches the one noted for it (its
+blocks are full, or its last token is due).
+
+A late row is *kept* from when a step leaves it logits to sample from, and *ready* once the host has said its word too.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class RowTable:
         self._holders: dict[int, Request] = {}  # by row
         self._lagging: dict[int, Request] = {}  # by request id
         self._steady: dict[int, Request] = {}  # by request id, in the order in which they became steady
+        self._kept: dict[int, Request] = {}  # by request id, of the lagging ones
+        self._ready: dict[int, Request] = {}  # of the kept ones
         self._snapshot: SteadyRows | None = None  # of the steady rows; None when out of date
         self._positions = np.zeros(num_rows, np.int64)  # the next position to plan
         self._attention = np.zeros(num_rows, np.int64)  # the position at which a steady row must be looked at
@@ -87,6 +91,15 @@ class RowTable:
     def holders(self) -> Collection[Request]:
         """The requests that have a row."""
         return self._holders.values()
+
+    @property
+    def num_ready(self) -> int:
+        """How many late rows can be sampled in the next plan."""
+        return len(self._ready)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the late row of this request can be sampled in the next plan."""
+        return request.id in self._ready
 
     def lagging(self) -> Collection[Request]:
         """The requests whose row is not steady."""
@@ -125,6 +138,7 @@ class RowTable:
         """Take the request's row from it. A later plan may give it to another, whatever is in flight."""
         assert request.row is not None
         self.leave_steady(request)
+        self.lose_logits(request)
         del self._lagging[request.id]
         del self._holders[request.row]
         heapq.heappush(self._free, request.row)
@@ -142,6 +156,21 @@ class RowTable:
             request.last_step = self._last_step
             self._lagging[request.id] = request
             self._snapshot = None
+
+    def keep_logits(self, request: Request) -> None:
+        """The last plan leaves the late row logits to sample from."""
+        self._kept[request.id] = request
+        self.look_ready(request)
+
+    def look_ready(self, request: Request) -> None:
+        """The late row is ready if it is kept and the host has said its word."""
+        if request.adjustment is not None and request.id in self._kept:
+            self._ready[request.id] = request
+
+    def lose_logits(self, request: Request) -> None:
+        """The row's logits are used, or of no use any more. Nothing happens where it has none."""
+        self._kept.pop(request.id, None)
+        self._ready.pop(request.id, None)
 
     def watch(self, request: Request, position: int) -> None:
         """Look at this steady row when it is about to compute `position`."""
@@ -163,6 +192,12 @@ class RowTable:
         assert all(request.row == row for row, request in self._holders.items()), "a holder has another row"
         kinds = [*self._lagging, *self._steady]
         assert sorted(kinds) == sorted(request.id for request in self._holders.values()), "neither steady nor lagging"
+        assert self._kept.keys() <= self._lagging.keys(), "logits are kept for a row that is not there"
+        ready = [request.id for request in self._kept.values() if request.adjustment is not None]
+        assert sorted(ready) == sorted(self._ready), "the ready rows are out of date"
+        for request in self._kept.values():
+            assert request.late, f"request {request.id} keeps logits and is not late"
+            assert self.position(request) == request.known + request.coming, f"request {request.id} keeps old logits"
         assert self._snapshot is None or self._snapshot.map.ids == tuple(self._steady), (
             "the steady rows are out of date"
         )

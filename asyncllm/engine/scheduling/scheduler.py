@@ -8,6 +8,11 @@ grammar's forced tokens) changes counts, not this order of events.
 positions. A step gives it some of the difference, within a budget of positions. A row that has caught up is steady:
 each step computes the token which the step before sampled, without the host knowing it (see `row_table`).
 
+**Late rows** are never steady. A step that computes their last known token keeps the logits; when the host has said
+its word about them (`bind`), the next plan samples them and computes the new token at once, which the host gets to
+know (`apply_late`) while that step still runs. Or the host knows the next tokens itself (`force`): they are known
+tokens like any others. Until then the row is left out of plans.
+
 **What always holds**, whatever is launched and not yet applied:
 
 1. Planned positions = known tokens + tokens on their way - 1 for a row that has caught up; its known and coming
@@ -33,20 +38,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from operator import attrgetter
 
-from asyncllm.engine.plan import Chunk, RowJoin, StepPlan, StepResult
+from asyncllm.engine.plan import Adjustment, LateTokens, StepPlan, StepResult
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.reports import Ended, SchedulerCounts, StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request, RequestSpec
 from asyncllm.engine.scheduling.roster import Roster
 from asyncllm.engine.scheduling.row_table import RowMap, RowTable, SteadyRows
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
-from asyncllm.engine.scheduling.step_draft import LaunchedStep, StepDraft
+from asyncllm.engine.scheduling.step_draft import LaunchedStep
+from asyncllm.engine.scheduling.step_planner import StepPlanner
+from asyncllm.engine.scheduling.told_scores import told_late_scores, told_scores
 from asyncllm.errors import ContextLengthError
 from asyncllm.results import FinishReason
-
-_by_order = attrgetter("order")  # most important first
 
 __all__ = ["Ended", "RequestSpec", "Scheduler", "SchedulerConfig", "SchedulerCounts", "StepTokens"]
 
@@ -61,12 +65,9 @@ class Scheduler:
         self.cache = KvCache(config.groups, config.block_size, config.num_blocks, config.prefix_caching)
         self._rows = RowTable(min(config.max_num_seqs, config.max_batched_tokens))
         self._roster = Roster(self._rows, self.cache, self._in_flight)
-        self._sampled: list[Request] = []  # by a chunk of the last plan: steady from the next one on
-        self._finals: list[Request] = []  # of the last plan: they leave their rows before the next one
+        self._planner = StepPlanner(config, self.cache, self._rows, self._roster)
         self._next_step = 0
         self._last_steady: SteadyRows | None = None  # of the last plan; None where the runner may have missed it
-        self._blocked: tuple[Request, int] | None = None  # the first in the queue, and the blocks it demands
-        self._prompt_tokens = self._prompt_tokens_cached = 0
         self._tokens_generated = self._tokens_computed = 0
 
     # --- requests come and go ---
@@ -100,6 +101,50 @@ class Scheduler:
             self._roster.end(live, reason)
             self._roster.drain()
 
+    def bind(self, request: int, adjustment: Adjustment) -> None:
+        """The host's word about the next token of a late request, all of whose tokens it knows.
+
+        It may come before there are logits. Nothing happens where the request has ended, or is unknown.
+        """
+        live = self._roster.live(request)
+        if live is not None:
+            self._check_known(live)
+            live.adjustment = adjustment
+            self._rows.look_ready(live)
+
+    def force(self, request: int, token_ids: Sequence[int]) -> Sequence[int]:
+        """The host knows the next tokens of a late request, all of whose tokens before it knows.
+
+        Returns those that the request takes: none of it after its end, which one of them may be.
+        """
+        live = self._roster.live(request)
+        if live is None:
+            return ()
+        self._check_known(live)
+        live.adjustment = None
+        self._rows.lose_logits(live)
+        self._planner.grown(live)
+        for count, token_id in enumerate(token_ids, 1):
+            if self._take_token(live, token_id):
+                token_ids = token_ids[:count]
+                break
+        self._tokens_generated += len(token_ids)
+        self._roster.drain()
+        return token_ids
+
+    def _check_known(self, request: Request) -> None:
+        if not request.late or request.coming:
+            raise ValueError(f"request {request.id} waits for no word of the host")
+
+    def _take_token(self, request: Request, token_id: int) -> bool:
+        """A token of a late request becomes known. True where it is the last one."""
+        request.output.append(token_id)
+        if token_id in request.spec.stop_token_ids and len(request.output) > request.spec.min_tokens:
+            self._roster.end(request, FinishReason.STOP, token_id)
+        elif request.known == request.limit:
+            self._roster.end(request, FinishReason.LENGTH)
+        return request.phase is Phase.ENDED
+
     def next_deadline(self) -> float | None:
         """The earliest deadline of a live request."""
         return self._roster.next_deadline
@@ -117,18 +162,16 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, to be launched at once. Requests end whose deadline is `now` or earlier.
 
-        None where there is nothing to plan: no request, `run_ahead` + 1 steps in flight, or all await results.
+        None where there is nothing to plan: no request, `run_ahead` + 1 steps in flight, or all await results or the
+        host's word.
         """
         self._roster.expire(now)
         self._roster.drain()
         if len(self._in_flight) > self.config.run_ahead:
             return None
-        self._turn_rows()
-        draft = StepDraft(self._next_step, self.config.max_batched_tokens - self._rows.num_steady)
-        if self._plan_running(draft):
-            self._plan_waiting(draft, now)
+        draft = self._planner.draft(self._next_step, now)
         steady = self._rows.steady()
-        if not steady.map.ids and not draft.chunks:
+        if not steady.map.ids and not draft.chunks and not draft.late and not draft.late_finals:
             return None
         plan = draft.plan(steady, steady is not self._last_steady)
         launched = draft.launched(steady)
@@ -136,143 +179,47 @@ class Scheduler:
         self._in_flight.append(launched)
         self._next_step += 1
         self._last_steady = steady
-        self._finals = draft.finals
         self._tokens_computed += plan.num_tokens
         return plan
 
-    def _turn_rows(self) -> None:
-        """Who sampled through a chunk of the last plan is steady now; whose last token it was leaves the row."""
-        for request in self._sampled:
-            if request.phase is Phase.RUNNING:
-                self._rows.enter_steady(request)
-                self._watch(request)
-        for request in self._finals:
-            if request.phase is Phase.LAST:
-                self._rows.vacate(request)
-        self._sampled, self._finals = [], []
-
-    def _watch(self, request: Request) -> None:
-        """Look at a steady row again when its blocks are full or its last token is due."""
-        self._rows.watch(request, min(self.cache.covered(request), request.limit - 2))
-
-    def _plan_running(self, draft: StepDraft) -> bool:
-        """Plan what is more than a steady row's next position; False where a request lacks blocks."""
-        satisfied = True
-        for request in sorted([*self._rows.due(), *self._rows.lagging()], key=_by_order):
-            if request.row is None:
-                continue  # preempted for a more important one
-            plan = self._plan_due if self._rows.is_steady(request) else self._plan_chunk
-            satisfied &= plan(request, draft)
-        return satisfied
-
-    def _plan_due(self, request: Request, draft: StepDraft) -> bool:
-        """A steady row needs a block, or samples its last token."""
-        position = self._rows.position(request)
-        if not self._make_place(request, position + 1):
-            self._rows.leave_steady(request)
-            return False
-        self.cache.grow(request, position + 1, draft)
-        if position % self.config.block_size == 0:
-            draft.borders.append(request)
-        if position == request.limit - 2:
-            self._finalize(request, draft)
-        else:
-            self._watch(request)
-        return True
-
-    def _plan_chunk(self, request: Request, draft: StepDraft) -> bool:
-        """A lagging row gets as many of its known tokens as budget and blocks allow."""
-        start = self._rows.position(request)
-        if start >= request.known or draft.budget == 0:
-            return True  # its tokens are on their way; or others took the step's positions
-        if not self._make_place(request, start + 1):
-            return False
-        self.cache.give_back(request)
-        wanted = min(request.known, start + draft.budget)
-        end = min(wanted, self.cache.reach(request))
-        self.cache.grow(request, end, draft)
-        assert request.row is not None
-        samples = end == request.known
-        draft.chunks.append(Chunk(request.row, start, request.tokens(start, end), samples))
-        draft.chunk_requests.append(request)
-        draft.budget -= end - start
-        draft.entered.update(self.cache.remember(request, end))
-        self._rows.advance_to(request, end, draft.step)
-        if samples and end + 1 == request.limit:
-            self._finalize(request, draft)
-        elif samples:
-            self._sampled.append(request)
-        return end == wanted
-
-    def _finalize(self, request: Request, draft: StepDraft) -> None:
-        """This step samples the request's last token."""
-        request.phase = Phase.LAST
-        draft.finals.append(request)
-
-    def _plan_waiting(self, draft: StepDraft, now: float) -> None:
-        """Admit requests in their order as long as rows, blocks and budget last."""
-        owed = sum(map(self.cache.owed, self._rows.lagging())) if self._roster.first_waiting else 0
-        while self._rows.free and draft.budget:
-            request = self._roster.first_waiting
-            if request is None or not self._admit(request, owed, draft, now):
-                break
-            owed += self.cache.owed(request)
-
-    def _admit(self, request: Request, owed: int, draft: StepDraft, now: float) -> bool:
-        """Give the first in the queue a row, if there are blocks for all that it knows, and to spare: `owed` for what
-        running requests know, and one in each group for every running row."""
-        spare = self.cache.pool.available - owed - len(self.config.groups) * self._rows.used
-        if self._blocked is not None and self._blocked[0] is request and spare < self._blocked[1]:
-            return False  # as at the last try, without looking for its prefix again
-        hit = self.cache.index.longest_hit(request, draft.entered)
-        demand = self.cache.demand(request, hit)
-        if spare < demand:
-            self._blocked = (request, demand)
-            return False
-        row = self._roster.admit(request, hit.positions)
-        draft.joins.append(RowJoin(row, request.id, request.spec.sampling, len(request.spec.token_ids)))
-        self.cache.open(request, hit, draft)
-        if request.first_scheduled is None:
-            request.first_scheduled = now
-            request.cached_tokens = hit.positions
-            self._prompt_tokens += len(request.spec.token_ids)
-            self._prompt_tokens_cached += hit.positions
-        self._plan_chunk(request, draft)
-        return True
-
-    def _make_place(self, request: Request, positions: int) -> bool:
-        """Whether blocks for the first `positions` positions can be had now.
-
-        Preempts less important requests where that is what it takes, but nobody while enough blocks come back by
-        themselves.
-        """
-        short, pool = self.cache.shortfall(request, positions), self.cache.pool
-        if short == 0:
-            return True
-        self.cache.give_back(request)
-        if short > pool.available:
-            for other in self._rows.holders():
-                self.cache.give_back(other)
-        while short > pool.available:
-            if short <= pool.available + self._roster.coming_blocks():
-                return False
-            victim = max(self._rows.holders(), key=_by_order)
-            if victim is request:
-                return False
-            self._roster.preempt(victim)
-        return True
-
     # --- results ---
+
+    def apply_late(self, tokens: LateTokens) -> StepTokens:
+        """Take in the late tokens of the oldest launched step. Requests end whose token was their last."""
+        step = self._oldest(tokens.step)
+        token_ids: list[int] = tokens.token_ids.tolist()
+        if step.late_applied or len(token_ids) != len(step.late):
+            raise ValueError(f"step {step.step} awaits {len(step.late)} late tokens, and {len(token_ids)} came")
+        step.late_applied = True
+        scores = () if tokens.logprobs is None else told_late_scores(step, tokens.logprobs)
+        requests: list[int] = []
+        taken: list[int] = []
+        for sample, token_id in zip(step.late, token_ids, strict=True):
+            request = sample.request
+            request.coming = False
+            if request.phase is not Phase.ENDED:
+                requests.append(request.id)
+                taken.append(token_id)
+                self._take_token(request, token_id)
+        self._tokens_generated += len(taken)
+        return StepTokens(step.step, requests, taken, scores)
+
+    def _oldest(self, number: int) -> LaunchedStep:
+        if not self._in_flight or self._in_flight[0].step != number:
+            raise ValueError(f"step {number} is not the oldest launched step")
+        return self._in_flight[0]
 
     def apply(self, result: StepResult) -> StepTokens:
         """Take in the result of the oldest launched step. Requests end whose token was their last."""
-        if not self._in_flight or self._in_flight[0].step != result.step:
-            raise ValueError(f"step {result.step} is not the oldest launched step")
-        step = self._in_flight.popleft()
+        step = self._oldest(result.step)
         row_map = step.row_map
         token_ids: list[int] = result.token_ids.tolist()
         if len(token_ids) != len(row_map.ids):
             raise ValueError(f"step {result.step} samples {len(row_map.ids)} tokens, its result has {len(token_ids)}")
+        if not step.late_applied:
+            raise ValueError(f"step {result.step} has late tokens, which come before its result")
+        self._in_flight.popleft()
+        told = None if result.logprobs is None else told_scores(step, result.logprobs)
         if step.has_ended:
             live = [i for i, request in enumerate(row_map.requests) if request.phase is not Phase.ENDED]
             row_map = RowMap.of([row_map.requests[i] for i in live])
@@ -290,9 +237,16 @@ class Scheduler:
         for request in step.borders:
             if request.phase is not Phase.ENDED:
                 self.cache.remember(request, request.applied)
+        for sample in step.late[: step.late_decoding]:
+            request = sample.request
+            request.computed = min(sample.end, request.known)  # not a token that came after the request's end
+            if request.phase is not Phase.ENDED:
+                self.cache.remember(request, request.applied)
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
+        if told is not None:
+            return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts)
         return StepTokens(step.step, row_map.ids, token_ids)
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:
@@ -315,7 +269,8 @@ class Scheduler:
                 self.cache.index.forget(block)
             for block in launched.sources:
                 self.cache.pool.release(block)
-            for request in (*launched.row_map.requests, *launched.chunk_requests):
+            late = [sample.request for sample in launched.late]
+            for request in (*launched.row_map.requests, *launched.chunk_requests, *late):
                 if request.phase is not Phase.ENDED:
                     ended.append(request.id)
                     self._roster.end(request, None)
@@ -338,8 +293,8 @@ class Scheduler:
             blocks_cached=pool.cached,
             blocks_free=pool.available - pool.cached,
             steps_in_flight=len(self._in_flight),
-            prompt_tokens=self._prompt_tokens,
-            prompt_tokens_cached=self._prompt_tokens_cached,
+            prompt_tokens=self._planner.prompt_tokens,
+            prompt_tokens_cached=self._planner.prompt_tokens_cached,
             tokens_generated=self._tokens_generated,
             tokens_computed=self._tokens_computed,
             preemptions=self._roster.preemptions,
@@ -354,6 +309,7 @@ class Scheduler:
         for request in self._rows.holders():
             planned = self._rows.position(request)
             assert request.applied <= planned <= self.cache.covered(request), f"request {request.id}: no place"
+            coming[id(request)] += request.coming
             assert request.known + coming[id(request)] <= request.limit, f"request {request.id}: surplus is planned"
             if self._rows.is_steady(request):
                 assert planned == request.known + coming[id(request)] - 1, f"request {request.id}: miscounted"

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncllm.engine.plan import Chunk, Int32Array, RowJoin, StepPlan, TableEdits
+from asyncllm.engine.plan import Adjustment, Chunk, Int32Array, LateSamples, RowJoin, StepPlan, TableEdits
 from asyncllm.engine.scheduling.request import Request
 from asyncllm.engine.scheduling.row_table import RowMap, SteadyRows
 
 NO_EDITS = TableEdits(*(np.zeros(0, np.int32) for _ in range(4)))
+ALL_LEGAL = np.uint32(0xFFFFFFFF)
 NO_COPIES: Int32Array = np.zeros((0, 2), np.int32)
 
 
@@ -22,6 +23,15 @@ class TableEdit(NamedTuple):
     row: int
     entry: int  # which one, counted from the request's first block
     block: int
+
+
+class LateSample(NamedTuple):
+    """A late row that is sampled."""
+
+    request: Request
+    row: int
+    adjustment: Adjustment
+    end: int  # the position after the one that it computes as well, or its position where it computes none
 
 
 class BlockCopy(NamedTuple):
@@ -43,6 +53,9 @@ class LaunchedStep:
     sources: list[int]  # blocks held until their copies are made
     finals: list[Request]  # it samples their last tokens
     borders: list[Request]
+    late: list[LateSample]  # in the order of the plan's rows
+    late_decoding: int  # the first so many compute a position as well
+    late_applied: bool  # the late tokens are in, or there are none
     has_ended: bool = False  # a request of it may have ended since, which makes its token surplus
 
 
@@ -59,6 +72,8 @@ class StepDraft:
     chunk_requests: list[Request] = field(default_factory=list)
     entered: set[int] = field(default_factory=set)
     finals: list[Request] = field(default_factory=list)
+    late: list[LateSample] = field(default_factory=list)  # that compute their new token as well
+    late_finals: list[LateSample] = field(default_factory=list)  # that do not: it is their last one
     borders: list[Request] = field(default_factory=list)  # steady rows that begin a block: the one before is full
 
     def edit(self, group: int, request: Request, index: int, block: int) -> None:
@@ -81,6 +96,26 @@ class StepDraft:
             chunks=tuple(self.chunks),
             decode_rows=steady.rows,
             decode_changed=changed,
+            late=self._late_samples(),
+        )
+
+    def _late_samples(self) -> LateSamples | None:
+        samples = [*self.late, *self.late_finals]
+        if not samples:
+            return None
+        adjustments = [sample.adjustment for sample in samples]
+        words = next((len(a.mask) for a in adjustments if a.mask is not None), None)
+        masks = None
+        if words is not None:
+            masks = np.full((len(samples), words), ALL_LEGAL, np.uint32)
+            for mask, adjustment in zip(masks, adjustments, strict=True):
+                if adjustment.mask is not None:
+                    mask[:] = adjustment.mask
+        return LateSamples(
+            rows=np.array([sample.row for sample in samples], np.int32),
+            decoding=len(self.late),
+            masks=masks,
+            biases=tuple(a.bias for a in adjustments),
         )
 
     def launched(self, steady: SteadyRows) -> LaunchedStep:
@@ -98,4 +133,7 @@ class StepDraft:
             sources=[copy.source for copy in self.copies],
             finals=self.finals,
             borders=self.borders,
+            late=[*self.late, *self.late_finals],
+            late_decoding=len(self.late),
+            late_applied=not self.late and not self.late_finals,
         )

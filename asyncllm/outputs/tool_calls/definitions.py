@@ -30,8 +30,12 @@ class ToolDefinition:
         return found if isinstance(found, Mapping) else {}
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolDefinition, ...]:
-    """The tools of a request, in OpenAI's form. Raises `InvalidParamsError` that names the bad field."""
+Tools = Sequence[Mapping[str, Any] | ToolDefinition]
+"""Tools in OpenAI's form, or read already."""
+
+
+def read_tools(tools: Tools) -> tuple[ToolDefinition, ...]:
+    """The tools of a request. Raises `InvalidParamsError` that names the bad field."""
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise InvalidParamsError(f"tools must be a list, got {type(tools).__name__}")
     if len(tools) > MAX_TOOLS:
@@ -46,6 +50,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolDefinition, ...]
 
 
 def _read_tool(tool: object, where: str) -> ToolDefinition:
+    if isinstance(tool, ToolDefinition):
+        return tool
     if not isinstance(tool, Mapping):
         raise InvalidParamsError(f"{where} must be an object, got {tool!r:.100}")
     if tool.get("type", "function") != "function":

@@ -13,14 +13,14 @@ from asyncllm.outputs.tool_calls.definitions import ToolDefinition
 _CALLABLE = re.compile(r"[\w.:/-]{1,256}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContentDelta:
     """Text that is no part of a call."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolCallStart:
     """A call begins; calls are numbered from 0. All of its arguments come after it, and before the next one."""
 
@@ -29,7 +29,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArgumentsDelta:
     """More of a call's arguments, which joined are a JSON object as the model wrote it."""
 
@@ -38,6 +38,7 @@ class ArgumentsDelta:
 
 
 ToolDelta = ContentDelta | ToolCallStart | ArgumentsDelta
+"""Not frozen, as `TokenDelta` is not: one is made per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,10 @@ class CallWriter:
 
     def take(self) -> list[ToolDelta]:
         """The deltas since they were last taken."""
-        self._close()
+        if self._pieces:
+            self._close()
+        if not self._deltas:
+            return []
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -148,8 +152,9 @@ class CallWriter:
         self._pieces.append(text)
 
     def _close(self) -> None:
-        text = "".join(self._pieces)
-        self._pieces.clear()
+        pieces = self._pieces
+        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+        pieces.clear()
         if text:
             is_content = self._kind is _Kind.CONTENT
             self._deltas.append(ContentDelta(text) if is_content else ArgumentsDelta(self._index, text))

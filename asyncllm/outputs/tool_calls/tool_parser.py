@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.text_reader import Reading, TextReader
 from asyncllm.outputs.tool_calls.deepseek import read_deepseek
-from asyncllm.outputs.tool_calls.definitions import ToolDefinition
+from asyncllm.outputs.tool_calls.definitions import ToolDefinition, Tools, read_tools
 from asyncllm.outputs.tool_calls.deltas import CallWriter, ToolDelta, call_id
 from asyncllm.outputs.tool_calls.hermes import read_hermes
 from asyncllm.outputs.tool_calls.llama3_json import read_llama3_json
@@ -25,6 +25,8 @@ class ToolFormat:
     read: Callable[[TextReader, CallWriter], Reading[None]]
     marks: tuple[str, ...]
     """A chat template that holds all of these is of this format, unless one before it in `TOOL_FORMATS` fits."""
+    foreign: tuple[str, ...] = ()
+    """But one that holds any of these is not: other formats use some of the same tags."""
     special_tokens: bool = False
     """Whether its tags are special tokens, so that the text must be made with `skip_special_tokens=False`."""
     make_id: Callable[[], str] = call_id
@@ -35,10 +37,10 @@ TOOL_FORMATS = {
     for format in (
         ToolFormat("deepseek", read_deepseek, ("<｜tool▁call▁begin｜>",), special_tokens=True),
         ToolFormat("mistral", read_mistral, ("[TOOL_CALLS]",), special_tokens=True, make_id=mistral_call_id),
-        ToolFormat("qwen3_coder", read_qwen3_coder, ("<function=", "<parameter=")),
-        ToolFormat("hermes", read_hermes, ("<tool_call>",)),
+        ToolFormat("qwen3_coder", read_qwen3_coder, ("<function=", "<parameter="), ("<seed:tool_call>",)),
+        ToolFormat("hermes", read_hermes, ("<tool_call>",), ("<arg_key>", "<seed:tool_call>")),
         ToolFormat("pythonic", read_pythonic, ("[func_name",), special_tokens=True),
-        ToolFormat("llama3_json", read_llama3_json, ('"parameters": dictionary',), special_tokens=True),
+        ToolFormat("llama3_json", read_llama3_json, ('"name": function name, "parameters":',), special_tokens=True),
     )
 }
 """By name."""
@@ -46,8 +48,10 @@ TOOL_FORMATS = {
 
 def guess_tool_format(chat_template: str) -> str | None:
     """The name of the format that a chat template teaches; None where it teaches none that is known."""
-    fitting = (each.name for each in TOOL_FORMATS.values() if all(mark in chat_template for mark in each.marks))
-    return next(fitting, None)
+    for format in TOOL_FORMATS.values():
+        if all(mark in chat_template for mark in format.marks):
+            return None if any(mark in chat_template for mark in format.foreign) else format.name
+    return None
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -57,9 +61,12 @@ def tool_format(name: str) -> ToolFormat:
     return TOOL_FORMATS[name]
 
 
-def make_tool_parser(name: str, tools: Iterable[ToolDefinition] | None) -> ToolParser:
-    """A parser for one text. What calls a tool that is not among `tools` is content; None: any may be called."""
-    return ToolParser(tool_format(name), tools)
+def make_tool_parser(name: str, tools: Tools | None) -> ToolParser:
+    """A parser for one text. What calls a tool that is not among `tools` is content; None: any may be called.
+
+    Raises `InvalidParamsError` for an unknown format or a bad tool.
+    """
+    return ToolParser(tool_format(name), None if tools is None else read_tools(tools))
 
 
 class ToolParser:

@@ -116,9 +116,13 @@ class PlanDriver:
         self._held[target] = -(-positions // self.facts.block_size)
         return np.array(copies, np.int32).reshape(-1, 2)
 
+    def move(self, row: int, position: int) -> None:
+        """The row goes on at this position, with the blocks that it has."""
+        self._position[row] = position
+
     async def run(self, **parts: object) -> list[int]:
         plan = self.plan(**parts)  # type: ignore[arg-type]
-        result = await self.runner.launch(plan)
+        result = await self.runner.launch(plan).result
         assert result.step == plan.step
         return result.token_ids.tolist()
 

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncllm.engine.execution.cpu_runner import CpuRunner
-from asyncllm.engine.plan import RowJoin, RowSampling
+from asyncllm.engine.plan import Chunk, Fork, LateSamples, RowBias, RowJoin, RowLogits, RowSampling, StepPlan
 from asyncllm.testing.tiny_models import write_piece_model, write_script_model, write_tiny_model
 from tests.engine.execution.plan_driver import GREEDY, Piece, PlanDriver, seeded
 
@@ -130,7 +132,7 @@ async def test_steps_may_be_launched_ahead(folder: Path) -> None:
         expected = await driver.generate(prompt(20), 10)
         plans = [driver.plan(joins=[RowJoin(3, 3, GREEDY)], pieces=[Piece(3, 0, prompt(20))])]
         plans += [driver.plan(decode=[3]) for _ in range(9)]
-        results = await asyncio.gather(*map(driver.runner.launch, plans))
+        results = await asyncio.gather(*(driver.runner.launch(plan).result for plan in plans))
         assert [result.step for result in results] == [plan.step for plan in plans]
         assert [int(token) for result in results for token in result.token_ids] == expected
 
@@ -160,7 +162,7 @@ async def test_copy_on_write(folder: Path) -> None:
         await driver.generate(prompt(40), 1, row=2)
         copies = driver.share(source=2, target=3, positions=36)
         plan = driver.plan(joins=[RowJoin(3, 3, GREEDY)], pieces=[Piece(3, 36, other[36:])], keep=[3])
-        tokens = [int((await driver.runner.launch(replace(plan, copies=copies))).token_ids[0])]
+        tokens = [int((await driver.runner.launch(replace(plan, copies=copies)).result).token_ids[0])]
         rest = []
         for _ in range(9):
             token, mate = await driver.run(decode=[3, 2])
@@ -207,7 +209,7 @@ async def test_a_failed_step_fails_what_needs_it(folder: Path) -> None:
         await driver.run(joins=joins, pieces=[Piece(0, 0, prompt(20)), Piece(1, 0, prompt(20, 1))])
         failing = driver.plan(joins=[RowJoin(2, 2, GREEDY)], pieces=[Piece(2, 0, [10**6])], decode=[1])
         independent, dependent, later = (driver.plan(decode=rows) for rows in ([0], [1, 0], [2]))
-        futures = [driver.runner.launch(plan) for plan in (failing, independent, dependent, later)]
+        futures = [driver.runner.launch(plan).result for plan in (failing, independent, dependent, later)]
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert isinstance(results[0], IndexError)
         assert results[1].token_ids.tolist() == [expected[1]]  # type: ignore[union-attr]
@@ -221,7 +223,7 @@ async def test_close_waits_and_gives_back(folder: Path) -> None:
     driver = await PlanDriver.load(folder)
     plans = [driver.plan(joins=[RowJoin(0, 0, GREEDY)], pieces=[Piece(0, 0, prompt(20))])]
     plans += [driver.plan(decode=[0]) for _ in range(5)]
-    futures = list(map(driver.runner.launch, plans))
+    futures = [driver.runner.launch(plan).result for plan in plans]
     assert isinstance(driver.runner, CpuRunner)
     executor = weakref.ref(driver.runner._executor)
     await asyncio.gather(driver.runner.aclose(), driver.runner.aclose())
@@ -238,3 +240,84 @@ async def test_a_step_without_samples(folder: Path) -> None:
     async with await PlanDriver.load(folder) as driver:
         piece = Piece(0, 0, prompt(20)[:7], False)
         assert await driver.run(joins=[RowJoin(0, 0, seeded(1))], pieces=[piece]) == []
+
+
+def late_plan(driver: PlanDriver, rows: Sequence[int], decoding: int, **late: Any) -> StepPlan:
+    """Late rows are sampled; the first of them compute their new token too."""
+    plan = driver.plan(decode=rows[:decoding])
+    samples = LateSamples(np.array(rows, np.int32), decoding, **{"masks": None, "biases": (None,) * len(rows), **late})
+    return replace(plan, decode_rows=np.zeros(0, np.int32), late=samples)
+
+
+async def run_late(driver: PlanDriver, plan: StepPlan) -> list[int]:
+    ticket = driver.runner.launch(plan)
+    assert ticket.late is not None
+    tokens, result = await ticket.late, await ticket.result
+    assert tokens.step == result.step == plan.step
+    assert not len(result.token_ids)
+    return tokens.token_ids.tolist()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, seeded(3)], ids=["greedy", "seeded"])
+async def test_a_late_row_without_a_word_to_say_is_like_any_other(folder: Path, sampling: RowSampling) -> None:
+    late = replace(sampling, late=True)
+    async with await PlanDriver.load(folder) as driver:
+        expected = await driver.generate(prompt(20), 6, sampling=sampling)
+        piece = Chunk(1, 0, np.array(prompt(20), np.int32), samples=False, keeps=True)
+        plan = driver.plan(joins=[RowJoin(1, 1, late, 20)], pieces=[Piece(1, 0, prompt(20), False)])
+        assert not len((await driver.runner.launch(replace(plan, chunks=(piece,))).result).token_ids)
+        tokens = [token for _ in range(5) for token in await run_late(driver, late_plan(driver, [1], 1))]
+        tokens += await run_late(driver, late_plan(driver, [1], 0))
+        assert tokens == expected
+
+
+async def test_words_about_late_rows(folder: Path) -> None:
+    """Masks, biases and logits in place of the model's; and the host reads what is kept."""
+    vocab_size = 512
+    late = replace(GREEDY, late=True, reads_logits=True)
+    async with await PlanDriver.load(folder) as driver:
+        token_ids = np.array(prompt(20), np.int32)
+        chunks = tuple(Chunk(row, 0, token_ids, samples=False, keeps=True) for row in range(4))
+        pieces = [Piece(row, 0, prompt(20), False) for row in range(4)]
+        plan = driver.plan(joins=[RowJoin(row, row, late, 20) for row in range(4)], pieces=pieces)
+        result = await driver.runner.launch(replace(plan, chunks=chunks)).result
+        assert result.logits is not None
+        assert result.logits.shape == (4, vocab_size)
+        order = result.logits[0].argsort()[::-1]
+        masks = np.full((4, vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        masks[1] = 0
+        for token_id in order[[5, 9]]:
+            masks[1, token_id // 32] |= np.uint32(1 << int(token_id) % 32)
+        ban = RowBias(order[:2].astype(np.int32), np.array([-np.inf, -np.inf], np.float32))
+        other = RowLogits(np.eye(vocab_size, dtype=np.float32)[77])
+        words = {"masks": masks[[3, 0, 1, 2]], "biases": (other, None, None, ban)}
+        tokens = await run_late(driver, late_plan(driver, [3, 0, 1, 2], 0, **words))
+        assert tokens == [77, order[0], order[5], order[2]]
+
+
+async def test_forks_share_the_logits_of_the_prompt(folder: Path) -> None:
+    async with await PlanDriver.load(folder) as driver:
+        settings = [seeded(3, choice=choice) for choice in range(3)]
+        expected = [(await driver.generate(prompt(32), 4, sampling=sampling)) for sampling in settings]
+        await driver.generate(prompt(32), 1, row=5)  # to be shared: two whole blocks
+        for row in (1, 2):
+            driver.share(source=5, target=row, positions=32)
+        joins = [RowJoin(row, row, sampling, 32) for row, sampling in enumerate(settings)]
+        plan = driver.plan(joins=joins, pieces=[Piece(0, 0, prompt(32))], keep=[1, 2])
+        for row in (1, 2):
+            driver.move(row, 32)
+        result = await driver.runner.launch(replace(plan, forks=(Fork(0, 2), Fork(0, 1)))).result
+        first = result.token_ids.tolist()
+        assert first == [expected[0][0], expected[2][0], expected[1][0]]
+        rest = [await driver.run(decode=[0, 2, 1]) for _ in range(3)]
+        assert [list(tokens) for tokens in zip(*rest, strict=True)] == [expected[i][1:] for i in (0, 2, 1)]
+        assert len({tuple(tokens) for tokens in expected}) == 3
+
+
+async def test_a_failed_step_fails_its_late_tokens_too(folder: Path) -> None:
+    async with await PlanDriver.load(folder) as driver:
+        plan = late_plan(driver, [1], 0)  # nobody has kept logits for this row
+        ticket = driver.runner.launch(plan)
+        assert ticket.late is not None
+        results = await asyncio.gather(ticket.late, ticket.result, return_exceptions=True)
+        assert all(isinstance(result, KeyError) for result in results)

@@ -129,7 +129,7 @@ class Twins:
         plan = self.driver.plan(**parts)
         if copies is not None:
             plan = replace(plan, copies=copies)
-        expected = (await self.driver.runner.launch(plan)).token_ids.tolist()
+        expected = (await self.driver.runner.launch(plan).result).token_ids.tolist()
         assert self.launch(plan) == expected
         return expected
 

@@ -35,7 +35,7 @@ def make_state(rows: int, *, scattered: bool = True) -> tuple[CacheLayout, Tenso
     row_blocks = LENGTH // BLOCK
     cache = layout.allocate(len(WINDOWS) * rows * row_blocks, torch.float32)
     cache[:, :, :, 1:] = torch.nan
-    state = RowState(rows, len(WINDOWS), row_blocks)
+    state = RowState(rows, len(WINDOWS), row_blocks, vocabulary=8)
     for row in range(rows):
         state.join(RowJoin(row, row, SAMPLING))
     blocks = np.random.default_rng(0).permutation(state.tables.size) if scattered else np.arange(state.tables.size)

@@ -52,6 +52,8 @@ def test_counts_holders_and_keeps_what_is_cached(num_blocks: int, events: list[t
         index.check_integrity()
         assert (pool.used, pool.cached, pool.available) == (len(held), len(cached), num_blocks - len(held))
         assert all(pool.holders(block) == held[block] for block in range(1, num_blocks + 1))
+        states = [min(held[b] + 1, 3) if held[b] else int(b in cached) for b in range(1, num_blocks + 1)]
+        assert list(pool.states()) == states
 
 
 def test_null_block_is_never_given_out() -> None:

@@ -14,10 +14,11 @@ def tool(**function: Any) -> dict[str, Any]:
 
 def test_tools_are_read() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    first, second = read_tools([tool(description="d", parameters=schema, strict=True), {"function": {"name": "g-2"}}])
+    first, second = read = read_tools([tool(description="d", parameters=schema), {"function": {"name": "g-2"}}])
     assert first == ToolDefinition("f", schema, "d")
     assert first.properties == {"a": {"type": "integer"}}
     assert second == ToolDefinition("g-2", {"type": "object", "properties": {}})
+    assert read_tools(read) == read
     assert read_tools([]) == ()
     assert read_tools([tool(description=None, parameters=None)])[0].description == ""
 

@@ -267,5 +267,17 @@ def test_formats_are_guessed_from_the_template(name: str | None) -> None:
     assert guess_tool_format(TEMPLATES[name]) == name
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<tool_call>{function-name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "<seed:tool_call>\n<function=f>\n<parameter=p>v</parameter>\n</function>\n</seed:tool_call>",
+        "<|tool_call|>[{'name': 'f', 'arguments': {}}]",
+    ],
+)
+def test_a_format_that_only_looks_alike_is_not_guessed(template: str) -> None:
+    assert guess_tool_format(template) is None
+
+
 def test_every_format_is_guessed_from_some_template() -> None:
     assert set(TEMPLATES) - {None} == set(tool_parser.TOOL_FORMATS)

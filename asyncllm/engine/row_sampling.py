@@ -1,0 +1,181 @@
+"""From `SamplingParams` to a row's settings: defaults resolved, ids within the vocabulary, something legal left.
+
+Runs on worker threads; any number of them may use one `SamplingResolver` at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncllm.engine.model import ServedModel
+from asyncllm.engine.plan import LogprobsRequest, RowSampling
+from asyncllm.errors import InvalidParamsError
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.param_checks import MAX_COUNT
+from asyncllm.params import ALL_LOGPROBS, SamplingParams
+
+DEFAULTS: Mapping[str, float | int] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+}
+
+NOT_YET: Mapping[str, Any] = {
+    "n": 1,
+    "dry_multiplier": 0.0,
+    "spaces_between_special_tokens": True,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "logits_processors": (),
+    "on_token": None,
+}
+"""Parameters that nothing acts on yet, and the only value that they may have."""
+
+NOT_YET_ON_A_GPU: Mapping[str, Any] = {
+    "structured_output": None,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "xtc_probability": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": (),
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+}
+"""The same for a model that runs there."""
+
+WordIds = tuple[int, ...]
+"""The tokens of a text that may not be generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """The texts that the output must not hold, as token ids."""
+
+    banned: WordIds  # those of one token
+    sequences: tuple[WordIds, ...]  # the others
+
+
+class SamplingResolver:
+    """For one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._vocabulary = model.facts.vocab_size
+        self._defaults = {**DEFAULTS, **model.sampling_defaults}
+        self._on_a_gpu = model.facts.device.startswith("cuda")
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `InvalidParamsError` for what this model cannot do."""
+        self._check_supported(params)
+        size = self._vocabulary
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in params.biases],
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids or (),
+        }
+        for name, token_ids in named.items():
+            if token_ids and max(token_ids) >= size:
+                raise InvalidParamsError(f"{name}: {max(token_ids)} is outside the vocabulary (0 to {size - 1})")
+        if params.min_tokens and len(set(params.stop_token_ids)) >= size:
+            raise InvalidParamsError("stop_token_ids holds the whole vocabulary: nothing is left for min_tokens")
+        if self._model.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    what = "stop strings" if name == "stop" else name
+                    raise InvalidParamsError(f"{what} need a tokenizer, which this model does not have")
+
+    def _check_supported(self, params: SamplingParams) -> None:
+        missing = {**NOT_YET, **NOT_YET_ON_A_GPU} if self._on_a_gpu else NOT_YET
+        for name, neutral in missing.items():
+            value = getattr(params, name)
+            if value != neutral and value is not None:
+                raise InvalidParamsError(f"{name} is not supported yet{' on a GPU' if name not in NOT_YET else ''}")
+
+    def resolve(
+        self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int], bad_words: BadWords
+    ) -> RowSampling:
+        """The settings of a request's first choice. `stop_ids`: all that end it.
+
+        Raises `InvalidParamsError` where nothing may be sampled.
+        """
+        chosen = {
+            name: default if (value := getattr(params, name)) is None else value
+            for name, default in self._defaults.items()
+        }
+        allowed = None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids)))
+        suppressed = tuple(sorted(stop_ids)) if params.min_tokens else ()
+        self._check_legal(allowed, bad_words.banned, suppressed)
+        return RowSampling(
+            temperature=float(chosen["temperature"]),
+            top_k=int(chosen["top_k"]),
+            top_p=float(chosen["top_p"]),
+            min_p=float(chosen["min_p"]),
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
+            suppressed=suppressed,
+            typical_p=float(chosen["typical_p"]),
+            top_n_sigma=float(params.top_n_sigma),
+            xtc_probability=float(params.xtc_probability),
+            xtc_threshold=float(params.xtc_threshold),
+            repetition_penalty=float(chosen["repetition_penalty"]),
+            frequency_penalty=float(params.frequency_penalty),
+            presence_penalty=float(params.presence_penalty),
+            logit_bias=params.biases,
+            allowed=allowed,
+            banned=bad_words.banned,
+            logprobs=self._logprobs(params),
+            prompt_logprobs=self._prompt_logprobs(params),
+        )
+
+    def bad_words(self, params: SamplingParams) -> BadWords:
+        """Each of `bad_words` as the tokens that it has at the start of a text, and after a space."""
+        tokenizer = self._model.tokenizer
+        if not params.bad_words or tokenizer is None:
+            return BadWords((), ())
+        found = {ids for word in params.bad_words for ids in _spellings(word, tokenizer)}
+        return BadWords(
+            tuple(sorted(ids[0] for ids in found if len(ids) == 1)), tuple(sorted(ids for ids in found if len(ids) > 1))
+        )
+
+    def _check_legal(self, allowed: WordIds | None, banned: WordIds, suppressed: WordIds) -> None:
+        def left(bans: set[int]) -> int:
+            return self._vocabulary - len(bans) if allowed is None else len({*allowed} - bans)
+
+        if not left({*banned}):
+            whole = "the vocabulary" if allowed is None else "allowed_token_ids"
+            raise InvalidParamsError(f"bad_words bans all of {whole}")
+        if suppressed and not left({*banned, *suppressed}):
+            raise InvalidParamsError(
+                "min_tokens bans the ids that would end the request, and allowed_token_ids or bad_words leaves no other"
+            )
+
+    def _logprobs(self, params: SamplingParams) -> LogprobsRequest | None:
+        if params.logprobs is None and params.logprob_token_ids is None:
+            return None
+        return LogprobsRequest(self._top(params.logprobs or 0), tuple(params.logprob_token_ids or ()))
+
+    def _prompt_logprobs(self, params: SamplingParams) -> LogprobsRequest | None:
+        return None if params.prompt_logprobs is None else LogprobsRequest(self._top(params.prompt_logprobs))
+
+    def _top(self, count: int | str) -> int:
+        return self._vocabulary if count == ALL_LOGPROBS else min(int(count), self._vocabulary)
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[WordIds]:
+    bare = tuple(tokenizer.encode(word, add_special_tokens=False))
+    spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+    # A word after a space is one of another first token; where the space is a token by itself, it is the bare word.
+    found = [bare, spaced] if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare) else [bare]
+    return [ids for ids in found if ids]
