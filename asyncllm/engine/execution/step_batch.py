@@ -16,7 +16,7 @@ from asyncllm.engine.plan import NULL_BLOCK, Chunk, StepPlan
 from asyncllm.layers.attention import AttentionBatch, Bucket, CacheLayer, Gathered, InPlace, Source, Span, Tile
 from asyncllm.models.forward_batch import ForwardBatch
 
-_TILE = 128
+_TILE = 512
 """Queries of a chunk that are attended at once, where they need a mask."""
 _BUCKET_BYTES = 1 << 20
 """Keys and values that a bucket reads per thread: they are gathered first, and should not leave the cache again."""
