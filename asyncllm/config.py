@@ -12,6 +12,7 @@ from asyncllm.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+KVCacheDType = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw", "processed"]
 
 MAX_ROWS = 65_536
@@ -46,6 +47,8 @@ class EngineConfig:
     """Blocks in the KV pool; or give `kv_cache_memory`."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Of the KV cache: "auto" is that of the activations, "fp8" (e4m3, no scale) takes half the bytes; a GPU's only."""
     prefix_caching: bool = True
     """Reuse the blocks of an equal prefix."""
     run_ahead: int = 1
@@ -58,6 +61,9 @@ class EngineConfig:
     """Log-probabilities are "raw": of the model's own logits; or "processed": of what the token was drawn from."""
     chat_template: str | None = None
     """A Jinja chat template to use in place of the model's own."""
+    deterministic: bool = False
+    """Equal requests get bit-equal logits, whatever runs beside them, however their prompts are cut and whatever is in
+    the cache; slower, and a GPU's only."""
     threads: int | None = None
     """Threads of a CPU step; None leaves torch's own number."""
 
@@ -66,6 +72,7 @@ class EngineConfig:
         _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
         _one_of("logprobs_mode", self.logprobs_mode, LogprobsMode.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType.__args__)  # type: ignore[attr-defined]
         if not isinstance(self.device, str) or not (
             self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)
         ):
@@ -87,7 +94,7 @@ class EngineConfig:
         for name in ("revision", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
-        for name in ("prefix_caching", "model_defaults"):
+        for name in ("prefix_caching", "deterministic", "model_defaults"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.layers.product import Product, ProductForms, make_product
+from asyncllm.layers.cpu_product import CpuProduct, make_product
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
@@ -53,7 +54,7 @@ def _forms() -> list[ProductForms]:
 
 def _measure(config: ModelConfig, forms: ProductForms) -> list[float]:
     """Seconds for each of `ROWS`: of all layers once, the fastest of some rounds."""
-    products: list[tuple[int, Product]] = []
+    products: list[tuple[int, CpuProduct]] = []
     for _ in range(config.num_layers):
         for shape in matrix_shapes(config):
             weight = torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.1, 0.1)

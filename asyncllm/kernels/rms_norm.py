@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import jit, next_power_of_2, tl
+from asyncllm.kernels.language import await_previous, jit, launch_next, next_power_of_2, overlap_options, tl
 
 
 @jit
@@ -18,12 +18,14 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    # asked for before the sum waits for x
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
     values = tl.load(x + row * X_STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(residual + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
@@ -62,6 +64,7 @@ def rms_norm(
             BLOCK=block,
             ADD=residual is not None,
             num_warps=min(max(block // 512, 1), 16),
+            **overlap_options(x.device),
         )
     return output
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncllm.layers.cpu_product import Formed, make_gated_product, make_product, make_tied_product
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import (
     CheckpointTensor,
     Loadable,
@@ -17,7 +19,6 @@ from asyncllm.layers.parameter import (
     dense,
     fill_randomly,
 )
-from asyncllm.layers.product import Formed, ProductForms, make_product, make_tied_product
 from asyncllm.weights.grouped import GroupedTensor, concatenate
 
 
@@ -29,20 +30,27 @@ class CpuLinear:
 
     _formed: Formed  # once all matrices have come
 
-    def __init__(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement, forms: ProductForms
-    ) -> None:
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
         """`parts` maps each checkpoint name (such as `q_proj`) to its output features, in the order of the output."""
         self.in_features = in_features
         self.parts = dict(parts)
         self.bias = placement.empty(sum(self.parts.values())) if bias else None
         self._placement = placement
-        self._forms = forms
+        assert placement.products is not None
+        self._forms = placement.products
         self._matrices: dict[str, CheckpointTensor] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
         return self._formed.product(x)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        return self(norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        residual.add_(self(x))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +96,10 @@ class CpuLinear:
         if len(self._matrices) == len(self.parts):
             matrices = [self._matrices[part] for part in self.parts]
             self._matrices = {}
-            self._formed = make_product(self._joined(matrices), self.bias, self.dtype, self._forms)
+            self._formed = self._form(self._joined(matrices))
+
+    def _form(self, weight: CheckpointTensor) -> Formed:
+        return make_product(weight, self.bias, self.dtype, self._forms)
 
     def _joined(self, matrices: Sequence[CheckpointTensor]) -> CheckpointTensor:
         grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedTensor)]
@@ -96,6 +107,20 @@ class CpuLinear:
             return concatenate(grouped)
         plain = [dense(matrix).to(self.dtype) for matrix in matrices]
         return torch.cat(plain) if len(plain) > 1 else plain[0]
+
+
+class CpuGatedLinear(CpuLinear):
+    """f(x Wg) · (x Wu), where f is an activation."""
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], activation: str, *, bias: bool, placement: Placement
+    ) -> None:
+        """`parts` are the gate and what is gated."""
+        super().__init__(in_features, parts, bias=bias, placement=placement)
+        self.activation = activation
+
+    def _form(self, weight: CheckpointTensor) -> Formed:
+        return make_gated_product(weight, self.bias, self.activation, self.dtype, self._forms)
 
 
 @dataclass(frozen=True, slots=True)

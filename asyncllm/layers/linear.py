@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import skinny_linear
-from asyncllm.layers.cpu_linear import CpuLinear
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
+from asyncllm.kernels.uniform_linear import uniform_linear
+from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
+from asyncllm.layers.cpu_linear import CpuGatedLinear, CpuLinear
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot, dense
+from asyncllm.layers.product_table import AnyTiling, Product, device_table
 
 
-class LinearLayer(Protocol):
-    """y = x Wᵀ + b in any form."""
+class WeightedLayer(Protocol):
+    """A layer that multiplies."""
 
     @property
     def weight_bytes(self) -> int:
@@ -27,12 +31,24 @@ class LinearLayer(Protocol):
         """Size of what it holds only to be faster."""
         ...
 
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        ...
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        ...
+
+
+class LinearLayer(WeightedLayer, Protocol):
+    """y = x Wᵀ + b in any form."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
         ...
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
-        """The checkpoint tensors of this layer, under `prefix`."""
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
         ...
 
     def tie(self, table: Tensor) -> Loadable:
@@ -59,6 +75,14 @@ class Linear:
         """[n, in] → [n, out]."""
         return functional.linear(x, self.weight, self.bias)
 
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        return self(norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        residual += self(x)
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint tensors of this layer, under `prefix`."""
         start = 0
@@ -70,13 +94,13 @@ class Linear:
 
     @property
     def weight_bytes(self) -> int:
-        """See `LinearLayer`; nothing for a table that belongs to another layer."""
+        """See `WeightedLayer`; nothing for a table that belongs to another layer."""
         own = 0 if self._tied else self.weight.nbytes
         return own + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def copy_bytes(self) -> int:
-        """See `LinearLayer`."""
+        """See `WeightedLayer`."""
         return 0
 
     def tie(self, table: Tensor) -> Slot:
@@ -90,17 +114,139 @@ class Linear:
 
 
 class KernelLinear(Linear):
-    """The same; a single row is multiplied by our kernel, which reads the weights faster than the library does."""
+    """The same on a GPU: by our kernel where that is faster than the library, together with what stands beside it."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
+        super().__init__(in_features, parts, bias=bias, placement=placement)
+        self.table = device_table(placement.device, placement.dtype)
+        self.arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=placement.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
+        tiling = self.tiling(x)
+        if tiling is None:
+            return functional.linear(x, self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias, arrivals=self.arrivals, tiling=tiling)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        tiling = self.tiling(x)
+        if len(x) == 1 and tiling is not None:
+            return skinny_linear(x, self.weight, self.bias, norm=RowNorm(norm.weight, norm.eps), tiling=tiling)
+        return self(norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        tiling = self.tiling(x, adds=True)
+        if tiling is not None:
+            skinny_linear(x, self.weight, self.bias, residual=residual, arrivals=self.arrivals, tiling=tiling)
+        elif self.bias is not None:
+            residual += functional.linear(x, self.weight, self.bias)
+        else:
+            torch.addmm(residual, x, self.weight.t(), out=residual)
+
+    def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
+        """How our kernel multiplies x, or None: the library is faster."""
+        outputs, inputs = self.weight.shape
+        return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
+
+
+class UniformLinear(Linear):
+    """The same on a GPU, each row to the bit as if it were alone; the norm and the sum are kernels of their own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        return uniform_linear(x, self.weight, self.bias)
+
+
+class GatedLinear:
+    """f(x Wg) · (x Wu): both products are one, and f is an activation."""
+
+    def __init__(self, linear: LinearLayer, activation: GatedActivation | KernelGatedActivation) -> None:
+        """`linear` has the gate's features first, then as many others."""
+        self.linear = linear
+        self.activation = activation
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        return self.activation(self.linear.normed(x, norm))
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.weight_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.copy_bytes
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        return self.linear.slots(prefix)
+
+
+class KernelGatedLinear:
+    """The same on a GPU: one kernel where that is faster than the library's product and another for the activation."""
+
+    def __init__(self, linear: KernelLinear, activation: KernelGatedActivation) -> None:
+        self.linear = linear
+        self.activation = activation
+        out_features, in_features = linear.weight.shape
+        self.product = Product(out_features // 2, in_features, gated=True)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        linear, kind = self.linear, self.activation.activation
+        tiling = linear.table.tiling(self.product, len(x))
+        if tiling is None:
+            return self.activation(functional.linear(norm(x), linear.weight, linear.bias))
+        row_norm = None
         if len(x) == 1:
-            return skinny_linear(x, self.weight, self.bias)
-        return super().__call__(x)
+            row_norm = RowNorm(norm.weight, norm.eps)
+        else:
+            x = norm(x)
+        return skinny_linear(
+            x,
+            linear.weight,
+            linear.bias,
+            norm=row_norm,
+            activation=kind,
+            arrivals=linear.arrivals,
+            tiling=tiling,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.weight_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.copy_bytes
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        return self.linear.slots(prefix)
 
 
 def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> LinearLayer:
     """The product in the form that suits `placement`."""
     if placement.products is not None:
-        return CpuLinear(in_features, parts, bias=bias, placement=placement, forms=placement.products)
-    return (KernelLinear if placement.kernels else Linear)(in_features, parts, bias=bias, placement=placement)
+        return CpuLinear(in_features, parts, bias=bias, placement=placement)
+    form = (UniformLinear if placement.deterministic else KernelLinear) if placement.kernels else Linear
+    return form(in_features, parts, bias=bias, placement=placement)
+
+
+def make_gated_linear(
+    in_features: int, parts: Mapping[str, int], activation: str, *, bias: bool, placement: Placement
+) -> WeightedLayer:
+    """The gated product in the form that suits `placement`; `parts` are the gate and what is gated."""
+    if placement.products is not None:
+        return CpuGatedLinear(in_features, parts, activation, bias=bias, placement=placement)
+    linear = make_linear(in_features, parts, bias=bias, placement=placement)
+    gate = make_gated_activation(activation, placement)
+    if isinstance(linear, KernelLinear) and isinstance(gate, KernelGatedActivation):
+        return KernelGatedLinear(linear, gate)
+    return GatedLinear(linear, gate)

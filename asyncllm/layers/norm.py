@@ -19,12 +19,8 @@ class RMSNorm:
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self.eps = eps
         self._weights = torch.zeros(2, size, dtype=placement.dtype, device=placement.device)
+        self.weight = self._weights[0]  # [size]
         self._signs = torch.tensor([[1.0], [-1.0]], dtype=placement.dtype, device=placement.device)
-
-    @property
-    def weight(self) -> Tensor:
-        """[size]."""
-        return self._weights[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, size] → [n, size], contiguous."""
@@ -32,35 +28,19 @@ class RMSNorm:
         normed = torch.layer_norm(both, self._weights.shape, self._weights, None, self.eps)
         return normed.select(1, 0).contiguous()
 
-    def add(self, residual: Tensor, update: Tensor) -> Tensor:
-        """Add `update` to `residual` in place and return the norm of the sum."""
-        return self(residual.add_(update))
-
     def slot(self) -> Slot:
         """The checkpoint tensor of this layer."""
         return Slot(self.weight, initial=1.0)
 
 
-class KernelRMSNorm:
-    """The same, by one kernel, the sum included."""
-
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
-        self.weight = placement.empty(size)
-        self.eps = eps
+class KernelRMSNorm(RMSNorm):
+    """The same, by one kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, size] → [n, size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, residual: Tensor, update: Tensor) -> Tensor:
-        """Add `update` to `residual` in place and return the norm of the sum."""
-        return rms_norm(update, self.weight, self.eps, residual)
 
-    def slot(self) -> Slot:
-        """The checkpoint tensor of this layer."""
-        return Slot(self.weight, initial=1.0)
-
-
-def make_rms_norm(size: int, eps: float, placement: Placement) -> RMSNorm | KernelRMSNorm:
+def make_rms_norm(size: int, eps: float, placement: Placement) -> RMSNorm:
     """The norm in the form that suits `placement`."""
     return (KernelRMSNorm if placement.kernels else RMSNorm)(size, eps, placement)

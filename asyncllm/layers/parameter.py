@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import CheckpointError
-from asyncllm.layers.product import ProductForms
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.weights.grouped import GroupedTensor
 
 CheckpointTensor = Tensor | GroupedTensor
@@ -23,6 +23,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     kernels: bool = False  # layers run our kernels instead of torch's operators: what a GPU takes
+    deterministic: bool = False  # what a row gives does not depend on the others; with kernels only
     products: ProductForms | None = None  # in which forms the CPU multiplies; None: in torch's own alone
 
     def empty(self, *shape: int) -> Tensor:

@@ -20,7 +20,7 @@ class ForwardBatch:
     token_ids: Tensor  # [n]
     positions: Tensor  # [n]
     lengths: Tensor | None  # [n], for a rope that depends on length: see `layers/rope.py`
-    sampled: Tensor  # [s]: the tokens whose logits are wanted
+    sampled: Tensor | None  # [s]: the tokens whose logits are wanted; None: all, in their order
     attention: tuple[AttentionBatch, ...] | tuple[PagedBatch, ...]  # one per cache group
     cache: tuple[CacheLayer, ...] | Tensor
     """Of each layer of a group; on a GPU [layers of a group, 2, blocks, kv_heads, block_size, head_dim]."""

@@ -7,9 +7,9 @@ from asyncllm.errors import CheckpointError
 from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.linear import Linear, make_linear
 from asyncllm.layers.parameter import CheckpointTensor, Placement, dense
-from asyncllm.layers.product import ProductForms
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.weights.grouped import GroupedTensor
-from tests.layers.test_product import grouped, rows_of
+from tests.layers.test_cpu_product import grouped, rows_of
 
 FORMS = ProductForms(packed_rows={4: 5, 8: 2})
 PARTS = {"q_proj": 32, "k_proj": 16, "v_proj": 16}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncllm.layers.product import ProductForms
+from asyncllm.layers.product_forms import ProductForms
 
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """CPU capabilities that multiply bfloat16 in hardware. Without one it is two to six times slower than float32."""

@@ -4,17 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.layers.product import (
+from asyncllm.layers.activation import ACTIVATIONS
+from asyncllm.layers.cpu_product import (
     BlockedProduct,
     DenseProduct,
     Formed,
     PackedProduct,
-    ProductForms,
     TwoFormProduct,
+    make_gated_product,
     make_product,
     make_tied_product,
     packed_bytes,
 )
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.weights.grouped import GROUP, GroupedTensor
 
 FORMS = ProductForms(packed_rows={4: 5, 8: 2})
@@ -127,3 +129,21 @@ def test_blocked(count: int, biased: bool) -> None:
     assert isinstance(formed.product, BlockedProduct)
     rounded = error(torch.nn.functional.linear(x, weight, bias), x, weight, bias)
     assert error(formed.product(x), x, weight, bias) < 1.5 * rounded + 1e-6
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("count", [2, 9])  # packed, and not
+@pytest.mark.parametrize("blocked", [False, True])
+def test_gated(activation: str, biased: bool, count: int, blocked: bool) -> None:
+    if blocked and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no bfloat16 product of oneDNN's")
+    weight, x = grouped(64, 96, 4), 2 * rows_of(count, 96)
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16() if biased else None
+    forms = ProductForms(blocked=blocked, packed_rows={4: 5})
+    found = make_gated_product(weight, bias, activation, torch.bfloat16, forms).product(x)
+    exact = x.double() @ weight.dequantize().double().T + (0 if bias is None else bias.double())
+    gate, up = exact.chunk(2, dim=1)
+    expected = ACTIVATIONS[activation](gate) * up
+    assert found.shape == (count, 32)
+    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)

@@ -7,14 +7,16 @@ packed matrix may have a dense copy, for steps of many rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.layers.activation import GatedActivation
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.weights.grouped import GROUP, GroupedTensor
 
 _PACKED_ROWS = 16
@@ -23,17 +25,7 @@ _PACKED_AT_ONCE = 4096
 """Output features that are packed at once: codes are 32 bits wide on the way. A multiple of the widest block."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProductForms:
-    """Which forms suit a processor, and how much memory may be spent on them."""
-
-    blocked: bool = False  # dense weights in oneDNN's own order of elements, read in one pass whatever the rows
-    packed_rows: Mapping[int, int] = field(default_factory=dict)
-    """By the bits of a code: the rows up to which the packed product is faster than the dense one; empty: never."""
-    copies: bool = True  # packed weights get a dense copy for steps of more rows
-
-
-class Product(Protocol):
+class CpuProduct(Protocol):
     """x Wᵀ + b."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -45,7 +37,7 @@ class Product(Protocol):
 class Formed:
     """A product that was made, and what it takes beside the bias and a table that belongs to another layer."""
 
-    product: Product
+    product: CpuProduct
     weight_bytes: int  # of what it cannot do without
     copy_bytes: int = 0  # of what it holds only to be faster
 
@@ -58,7 +50,7 @@ class DenseProduct:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """See `CpuProduct`."""
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -71,7 +63,7 @@ class BlockedProduct:
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """See `CpuProduct`."""
         product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
@@ -89,7 +81,7 @@ class PackedProduct:
         return self.codes.nbytes + self.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`; x is bfloat16."""
+        """See `CpuProduct`; x is bfloat16."""
         product: Tensor = self._multiply(x, self.codes, GROUP, self.scales)
         return product
 
@@ -108,43 +100,78 @@ class BytePackedProduct(PackedProduct):
         super().__init__(GroupedTensor(codes, scales, zeros, 4))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`; x is bfloat16."""
+        """See `CpuProduct`; x is bfloat16."""
         return super().__call__(x.repeat(1, 2))
 
 
 class RoundedProduct:
     """A product of bfloat16 rows, for activations of another dtype."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: CpuProduct) -> None:
         self.product = product
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """See `CpuProduct`."""
         return self.product(x.bfloat16()).to(x.dtype)
 
 
 class BiasedProduct:
     """A product that has no bias of its own, and a bias."""
 
-    def __init__(self, product: Product, bias: Tensor) -> None:
+    def __init__(self, product: CpuProduct, bias: Tensor) -> None:
         self.product = product
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """See `CpuProduct`."""
         return self.product(x).add_(self.bias)
+
+
+class ActivatedProduct:
+    """f(gate) · up, where both come from one product."""
+
+    def __init__(self, product: CpuProduct, activation: GatedActivation) -> None:
+        self.product = product
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `CpuProduct`."""
+        return self.activation(self.product(x))
+
+
+class BlockedGatedProduct:
+    """The same by two products of oneDNN's, which apply the activation and the gate to what they compute."""
+
+    NAMES: ClassVar = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
+    """What oneDNN calls an activation."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        """`weight` and `bias` have the gate's features first, then as many others."""
+        gate, up = weight.chunk(2)
+        self.gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
+        self.up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
+        self.gate_bias, self.up_bias = (None, None) if bias is None else bias.chunk(2)
+        self.activation, self.algorithm = self.NAMES[activation]
+        self._activated = torch.ops.mkldnn._linear_pointwise.default
+        self._multiplied = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `CpuProduct`."""
+        gate = self._activated(x, self.gate, self.gate_bias, self.activation, [], self.algorithm)
+        product: Tensor = self._multiplied(x, gate, self.up, self.up_bias, "mul")
+        return product
 
 
 class TwoFormProduct:
     """The packed product for few rows, the dense one for more."""
 
-    def __init__(self, packed: Product, dense: Product, few: int) -> None:
+    def __init__(self, packed: CpuProduct, dense: CpuProduct, few: int) -> None:
         self.packed = packed
         self.dense = dense
         self.few = few
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """See `CpuProduct`."""
         return self.packed(x) if x.shape[0] <= self.few else self.dense(x)
 
 
@@ -152,18 +179,31 @@ def make_product(
     weight: Tensor | GroupedTensor, bias: Tensor | None, dtype: torch.dtype, forms: ProductForms
 ) -> Formed:
     """The product with a matrix as it was read; `dtype` is that of the activations and of `bias`."""
-    if isinstance(weight, Tensor):
-        return Formed(_make_dense(weight, bias, forms), weight.nbytes)
-    packs = _is_packed(weight, forms)
-    if packs and not forms.copies:
-        return _make_packed(weight, bias, dtype)
-    plain = weight.dequantize().to(dtype)
-    dense = _make_dense(plain, bias, forms)
-    if not packs:
-        return Formed(dense, plain.nbytes)
-    packed = _make_packed(weight, bias, dtype)
-    both = TwoFormProduct(packed.product, dense, forms.packed_rows[weight.bits])
-    return Formed(both, packed.weight_bytes, plain.nbytes)
+    return _form(
+        weight,
+        dtype,
+        forms,
+        make_packed=lambda grouped: _make_packed(grouped, bias, dtype),
+        make_dense=lambda plain: _make_dense(plain, bias, forms),
+    )
+
+
+def make_gated_product(
+    weight: Tensor | GroupedTensor, bias: Tensor | None, activation: str, dtype: torch.dtype, forms: ProductForms
+) -> Formed:
+    """The same with a matrix that has a gate's features first, then as many others, and what comes of the two."""
+    activate = GatedActivation(activation)
+
+    def make_packed(grouped: GroupedTensor) -> Formed:
+        packed = _make_packed(grouped, bias, dtype)
+        return Formed(ActivatedProduct(packed.product, activate), packed.weight_bytes)
+
+    def make_dense(plain: Tensor) -> CpuProduct:
+        if _takes_blocks(plain, forms) and activation in BlockedGatedProduct.NAMES:
+            return BlockedGatedProduct(plain, bias, activation)
+        return ActivatedProduct(_make_dense(plain, bias, forms), activate)
+
+    return _form(weight, dtype, forms, make_packed=make_packed, make_dense=make_dense)
 
 
 def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: ProductForms) -> Formed:
@@ -178,7 +218,28 @@ def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: Prod
     return Formed(both, packed.weight_bytes, copy_bytes)
 
 
-def _make_dense(weight: Tensor, bias: Tensor | None, forms: ProductForms) -> Product:
+def _form(
+    weight: Tensor | GroupedTensor,
+    dtype: torch.dtype,
+    forms: ProductForms,
+    *,
+    make_packed: Callable[[GroupedTensor], Formed],
+    make_dense: Callable[[Tensor], CpuProduct],
+) -> Formed:
+    if isinstance(weight, Tensor):
+        return Formed(make_dense(weight), weight.nbytes)
+    packs = _is_packed(weight, forms)
+    if packs and not forms.copies:
+        return make_packed(weight)
+    plain = weight.dequantize().to(dtype)
+    if not packs:
+        return Formed(make_dense(plain), plain.nbytes)
+    packed = make_packed(weight)
+    both = TwoFormProduct(packed.product, make_dense(plain), forms.packed_rows[weight.bits])
+    return Formed(both, packed.weight_bytes, plain.nbytes)
+
+
+def _make_dense(weight: Tensor, bias: Tensor | None, forms: ProductForms) -> CpuProduct:
     return (BlockedProduct if _takes_blocks(weight, forms) else DenseProduct)(weight, bias)
 
 
@@ -192,7 +253,7 @@ def _is_packed(weight: GroupedTensor, forms: ProductForms) -> bool:
 
 def _make_packed(weight: GroupedTensor, bias: Tensor | None, dtype: torch.dtype) -> Formed:
     packed = (PackedProduct if weight.bits == 4 else BytePackedProduct)(weight)
-    product: Product = packed if dtype == torch.bfloat16 else RoundedProduct(packed)
+    product: CpuProduct = packed if dtype == torch.bfloat16 else RoundedProduct(packed)
     return Formed(product if bias is None else BiasedProduct(product, bias), packed.nbytes)
 
 
