@@ -90,7 +90,8 @@ class ProductRate:
     """The matrix products of all layers by themselves, in bfloat16."""
 
     rows: int
-    seconds: float
+    seconds: float  # through `torch.nn.functional.linear`
+    blocked_seconds: float | None = None  # through oneDNN's own order of weights, where it has one
 
     @property
     def rate(self) -> float:

@@ -46,10 +46,8 @@ def matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
 
 
-def _forms() -> list[ProductForms]:
-    """Torch's own product, and oneDNN's with its own order of weights where there is one: the faster one counts."""
-    blocked = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return [ProductForms(), *([ProductForms(blocked=True)] if blocked else [])]
+def _has_blocks() -> bool:
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _measure(config: ModelConfig, forms: ProductForms) -> list[float]:
@@ -76,9 +74,14 @@ def main(arguments: Sequence[str]) -> None:
     """Measure and print JSON."""
     config = read_model_config(resolve_source(arguments[0], EngineConfig()).config)
     with torch.inference_mode():
-        found = [_measure(config, forms) for forms in _forms()]
-    fastest = [min(times) for times in zip(*found, strict=True)]
-    rates = [ProductRate(rows=rows, seconds=seconds) for rows, seconds in zip(ROWS, fastest, strict=True)]
+        plain = _measure(config, ProductForms())
+        blocked: list[float] | list[None] = [None] * len(ROWS)
+        if _has_blocks():
+            blocked = _measure(config, ProductForms(blocked=True))
+    rates = [
+        ProductRate(rows=rows, seconds=seconds, blocked_seconds=other)
+        for rows, seconds, other in zip(ROWS, plain, blocked, strict=True)
+    ]
     print(json.dumps([asdict(rate) for rate in rates]))
 
 

@@ -95,10 +95,11 @@ def _product_lines(comparison: Comparison) -> list[str]:
     """The products alone, and how near the first engine's prompts come to them."""
     if not comparison.products:
         return []
-    times = ", ".join(f"{1000 * each.seconds:,.1f} ms for {each.rows} rows" for each in comparison.products)
+    times = "; ".join(_product_times(each) for each in comparison.products)
     engine = comparison.runs[0].engine
     return [
-        f"Matrix products of all layers alone, bfloat16, the fastest of some rounds: {times}.",
+        "Matrix products of all layers alone in bfloat16, through `torch.nn.functional.linear` (in brackets: with",
+        f"weights in oneDNN's own order), the fastest of some rounds: {times}.",
         "",
         *(
             f"- {figures.workload}: {engine} computes prompts at {share:.0%} of the rate of the products alone."
@@ -106,6 +107,11 @@ def _product_lines(comparison: Comparison) -> list[str]:
         ),
         "",
     ]
+
+
+def _product_times(products: ProductRate) -> str:
+    blocked = "" if products.blocked_seconds is None else f" ({1000 * products.blocked_seconds:,.1f})"
+    return f"{1000 * products.seconds:,.1f}{blocked} ms for {products.rows} rows"
 
 
 def _prefill_shares(comparison: Comparison) -> list[tuple[Figures, float]]:

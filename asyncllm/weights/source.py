@@ -11,7 +11,7 @@ from typing import Any
 from asyncllm.config import EngineConfig
 from asyncllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from asyncllm.inputs.tokenizer import TokenizerData
-from asyncllm.weights.gguf import is_later_part, read_gguf
+from asyncllm.weights.gguf import GGUFFile, is_later_part, read_gguf
 from asyncllm.weights.gguf_model import translate_config, translate_generation_config
 from asyncllm.weights.hub import HubRepository
 from asyncllm.weights.json_file import read_json
@@ -26,7 +26,7 @@ class ModelSource:
 
     name: str  # as the caller gave it
     folder: Path | None  # with config.json and safetensors; None for a GGUF file
-    gguf: Path | None  # the first part, where it is split
+    gguf: GGUFFile | None  # its header
     config: Mapping[str, Any]  # of the shape of config.json; a GGUF's metadata are translated to it
     generation_config: Mapping[str, Any]  # of the shape of generation_config.json; empty where there is none
     tokenizer: TokenizerData
@@ -109,7 +109,7 @@ def _from_gguf(name: str, path: Path, load_format: str) -> ModelSource:
     return ModelSource(
         name=name,
         folder=None,
-        gguf=path,
+        gguf=file,
         config=translate_config(file),
         generation_config=translate_generation_config(file),
         tokenizer=TokenizerData(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from asyncllm.weights.gguf import ByteArray, GGUFTensor, dequantize, read_gguf
+from asyncllm.weights.gguf import ByteArray, GGUFTensor, dequantize
 from asyncllm.weights.gguf_groups import group_bits, read_groups
 from asyncllm.weights.gguf_model import IndexArray, huggingface_name, row_order
 from asyncllm.weights.grouped import GroupedTensor
@@ -46,7 +46,7 @@ def grouped_bits(source: ModelSource) -> Mapping[str, int]:
     if source.load_format != "gguf":
         return {}
     assert source.gguf is not None
-    found = {huggingface_name(tensor): _bits(tensor) for tensor in read_gguf(source.gguf).tensors.values()}
+    found = {huggingface_name(tensor): _bits(tensor) for tensor in source.gguf.tensors.values()}
     return {name: bits for name, bits in found.items() if name is not None and bits is not None}
 
 
@@ -60,8 +60,8 @@ def _iterate_safetensors(source: ModelSource) -> Iterator[tuple[str, torch.Tenso
 
 def _iterate_gguf(source: ModelSource) -> Iterator[tuple[str, GGUFTensor, IndexArray | None]]:
     """Hugging Face's name of each tensor, and the order of rows that goes with it."""
-    assert source.gguf is not None
-    file = read_gguf(source.gguf)
+    file = source.gguf
+    assert file is not None
     for tensor in file.tensors.values():
         name = huggingface_name(tensor)
         if name is not None:
