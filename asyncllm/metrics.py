@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,38 @@ class EngineStatistics:
     def prefix_hit_rate(self) -> float:
         """Share of prompt tokens that came from the prefix cache; 0 before the first request."""
         return self.prompt_tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class EngineState(StrEnum):
+    """Where an engine stands in its life."""
+
+    NEW = "new"  # not started yet, or its start has failed
+    LOADING = "loading"
+    RUNNING = "running"
+    DEAD = "dead"  # a fault that it cannot survive
+    CLOSED = "closed"  # it takes no more requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """`engine.describe()`: what an engine serves, and how much of it at once."""
+
+    name: str  # as the engine was given it
+    max_model_len: int  # tokens of a request, prompt and output together
+    vocab_size: int
+    max_num_seqs: int  # choices that run at once
+    block_size: int  # tokens
+    num_blocks: int
+    dtype: str
+    device: str
+    has_tokenizer: bool
+    chat_template: str | None  # its Jinja source
+    tool_template: str | None  # of the one that serves requests with tools; mostly the same
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.block_size * self.num_blocks
 
 
 class BlockState(IntEnum):

@@ -79,7 +79,10 @@ class StructuredOutput:
 
     @classmethod
     def from_model(cls, model: Any) -> StructuredOutput:
-        """The schema of a Pydantic model, or of any type that Pydantic knows; the completion's `parsed` is one."""
+        """The schema of a Pydantic model, or of any type that Pydantic knows; the completion's `parsed` is one.
+
+        Where the model says nothing of further properties, there are none.
+        """
         return cls(json_schema=_model_schema(model), model=model)
 
     @property
@@ -121,12 +124,25 @@ def _model_schema(model: Any) -> Any:
         raise InvalidParamsError(f"structured_output: {model!r:.80} is no Pydantic model; give it as json_schema")
     try:
         if hasattr(model, "model_json_schema"):
-            return model.model_json_schema()
-        return _type_adapter(model).json_schema()
+            return _closed(model.model_json_schema())
+        return _closed(_type_adapter(model).json_schema())
     except (DependencyError, InvalidParamsError):
         raise
     except Exception as error:  # Pydantic has several for a type that has no schema
         raise InvalidParamsError(f"structured_output: {model!r:.80} has no JSON schema: {error}") from error
+
+
+def _closed(schema: Any) -> Any:
+    """Without room for properties that a model does not have: it would leave them out again (one that keeps them says
+    so in its schema)."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(item) for name, item in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _type_adapter(model: Any) -> Any:

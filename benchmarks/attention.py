@@ -74,7 +74,6 @@ class Variant:
 def variants(shape: AttentionShape, dtype: torch.dtype) -> Iterator[Variant]:
     """The default, and what could be better."""
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     small, _ = default_tilings(shape, dtype, multiprocessors=count, descriptors=True)
     yield Variant("default", small)
     if dtype.itemsize == 1:
@@ -218,7 +217,8 @@ def main() -> int:
         for name, shape in shapes.items():
             tried = [variant for other, variant, its in jobs if other is shape and its == dtype]
             for load in LOADS if shape is LLAMA else LOADS[1:4]:
-                wrong |= not measure(f"{name}, {dtype}, {load.name}", Bench.make(shape, load, getattr(torch, dtype)), tried)
+                bench = Bench.make(shape, load, getattr(torch, dtype))
+                wrong |= not measure(f"{name}, {dtype}, {load.name}", bench, tried)
     return int(wrong)
 
 

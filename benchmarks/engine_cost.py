@@ -44,6 +44,12 @@ class Rounds:
     arrived: int = 0
     runner: RoundRunner | None = None
 
+    def reset(self) -> None:
+        """Once no request is left: the next consumers come one by one again, and none may run ahead."""
+        self.arrived = 0
+        assert self.runner is not None
+        self.runner.loop.call_soon_threadsafe(self.runner.reset)
+
     def arrive(self) -> None:
         """A consumer has submitted its request, or has read its token."""
         self.arrived += 1
@@ -70,6 +76,9 @@ class RoundRunner:
         self._steps.append((future, StepResult(plan.step, token_ids)))
         self._answer()
         return StepTicket(future)
+
+    def reset(self) -> None:
+        self._begun, self._allowed = False, 0
 
     def allow(self) -> None:
         self._begun = True

@@ -107,7 +107,7 @@ def profile_steps(
             gap = max(0.0, event.start - reached)
             if ended:  # what is launched for the next step comes before its layout
                 between += gap
-            else:
+            elif event.name != _FIRST:
                 gaps += gap
                 places[f"{before}, {role}"] += gap
             times[role] += max(0.0, event.end - max(event.start, reached))

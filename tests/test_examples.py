@@ -18,6 +18,8 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # a line that each prints
 SAYS = {
     "agent": "agent, answer: ",
+    "classification": "label: ",
+    "extraction": "complaint of ",
     "offline": "32 plus 32 is'",
     "property_test": "\nOK\n",
     "shared_prefix": "prefix hit rate: 9",

@@ -28,7 +28,7 @@ from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
-from asyncllm.metrics import EngineStatistics, Inspection
+from asyncllm.metrics import EngineState, EngineStatistics, Inspection, ModelDescription
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion
 from asyncllm.structured import StructuredOutput
@@ -48,6 +48,7 @@ class RequestOptions(TypedDict, total=False):
     tools: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
+    chat_template: str | None
 
 
 class AsyncEngine:
@@ -69,6 +70,7 @@ class AsyncEngine:
             raise ConfigError(f"config must be an EngineConfig, got {config!r:.80}")
         self._config = (config or EngineConfig()).override(**overrides)
         self._load: ModelLoader = model if callable(model) else model_loader(os.fspath(model))
+        self._name = type(model).__name__ if callable(model) else os.fspath(model)
         self._pid: int | None = None  # of the process that started it; before, it may be inherited by a fork
         self._lock = threading.Lock()  # of the two below, for tasks that start and close it in different threads
         self._thread: EngineThread | None = None
@@ -155,14 +157,15 @@ class AsyncEngine:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> TokenStream:
         """A stream of the answer to a text, chat messages or token ids. Nothing happens until it is used.
 
         A StructuredOutput stands for SamplingParams with it. `priority`: lower is served first. `deadline`: seconds
         from now; a request that is not done by then ends with `finish_reason="deadline"`. `cache_salt`: cached
         prefixes are shared only with requests of the same salt. `tools`, `chat_template_kwargs` and
-        `continue_final_message` are for the chat template. Raises `InvalidParamsError`; what is wrong with the prompt,
-        or with a grammar, is raised when the stream is used.
+        `continue_final_message` are for the chat template; `chat_template` is one to use in place of the model's.
+        Raises `InvalidParamsError`; what is wrong with the prompt or a grammar is raised when the stream is used.
         """
         if params is None or isinstance(params, StructuredOutput):
             params = SamplingParams(structured_output=params)
@@ -176,12 +179,12 @@ class AsyncEngine:
             prompt=prompt,
             params=params,
             arrival=now,
-            chat=ChatOptions(tools, chat_template_kwargs or {}, continue_final_message),
+            chat=ChatOptions(tools, chat_template_kwargs or {}, continue_final_message, chat_template),
             priority=priority,
             deadline=None if deadline is None else now + deadline,
             cache_salt=cache_salt,
         )
-        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}")
+        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}", params.n)
         self._unsubmitted[id(mailbox)] = mailbox
         return TokenStream(mailbox, submission, self._submit)
 
@@ -232,6 +235,24 @@ class AsyncEngine:
         """The text that chat messages come to."""
         chat = ChatOptions(tools, chat_template_kwargs or {}, continue_final_message)
         return await self._on_worker(messages, lambda preparation: preparation.render(messages, chat))
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands; never raises."""
+        thread = self._thread
+        if self._closed:
+            return EngineState.CLOSED
+        if thread is None:
+            return EngineState.NEW
+        if not thread.started.done():
+            return EngineState.LOADING
+        if thread.started.cancelled() or thread.started.exception() is not None:
+            return EngineState.NEW
+        return EngineState.DEAD if thread.started.result().is_dead else EngineState.RUNNING
+
+    def describe(self) -> ModelDescription:
+        """What the engine serves."""
+        return self._core().model.describe(self._name)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""

@@ -19,6 +19,7 @@ from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.metrics import ModelDescription
 from asyncllm.outputs.constraint import Constraint
 from asyncllm.params import SamplingParams
 
@@ -49,6 +50,23 @@ class ServedModel:
     eos_token_ids: frozenset[int] = frozenset()
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)  # for fields that a caller leaves open
     constrain: Constrain | None = None  # in place of the constraints that structured outputs make
+
+    def describe(self, name: str) -> ModelDescription:
+        """What a user may know of it, under that name."""
+        facts, template = self.facts, self.chat_template
+        return ModelDescription(
+            name=name,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            max_num_seqs=facts.max_num_seqs,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            dtype=facts.dtype,
+            device=facts.device,
+            has_tokenizer=self.tokenizer is not None,
+            chat_template=None if template is None else template.source,
+            tool_template=None if template is None else template.tool_source,
+        )
 
 
 ModelLoader = Callable[[EngineConfig, Executor], Awaitable[ServedModel]]

@@ -27,7 +27,6 @@ DEFAULTS: Mapping[str, float | int] = {
 }
 
 NOT_YET: Mapping[str, Any] = {
-    "n": 1,
     "dry_multiplier": 0.0,
     "spaces_between_special_tokens": True,
     "thinking_token_budget": None,
@@ -37,21 +36,7 @@ NOT_YET: Mapping[str, Any] = {
 }
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
-NOT_YET_ON_A_GPU: Mapping[str, Any] = {
-    "structured_output": None,
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "xtc_probability": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": (),
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logprob_token_ids": None,
-}
+NOT_YET_ON_A_GPU: Mapping[str, Any] = {"n": 1, "structured_output": None}
 """The same for a model that runs there."""
 
 WordIds = tuple[int, ...]

@@ -58,6 +58,16 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._compiled: dict[str, jinja2.Template] = {}
 
+    @property
+    def source(self) -> str | None:
+        """The main template's Jinja source; the one for tools, where only that one is there; None without any."""
+        return self._sources.get("default", next(iter(self._sources.values()), None))
+
+    @property
+    def tool_source(self) -> str | None:
+        """The same of the template that serves requests with tools."""
+        return self._sources.get("tool_use", self.source)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

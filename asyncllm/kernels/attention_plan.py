@@ -80,13 +80,13 @@ class Tiling:
     def room(self, tiles: int, *, small: bool) -> int:
         """The units, a KV head, that so many tiles are cut into at most.
 
-        One or two long small tiles have a part on each multiprocessor. More are cut finer, so that no multiprocessor is
-        idle at the end, but not where they are many enough as they are: a program that finds no unit costs some time.
+        One or two long small tiles have two parts on each multiprocessor. More are cut finer, so that none is idle at
+        the end, but not where they are many enough as they are: a program that finds no unit costs some time.
         """
         if not small:
             return tiles + 3 * self.share
         if tiles <= 2:
-            return tiles + self.share
+            return tiles + 2 * self.share
         return max(3 * self.share, min(_WAVES * self.share, _WAVES * tiles // 4), tiles + 2 * self.share)
 
 
@@ -142,7 +142,7 @@ class AttentionPlan:
             if not tiling.rows:
                 return 0
             if most == 1:
-                return tiling.share  # the parts of one tile
+                return 2 * tiling.share  # the parts of one tile
             if self.shared_rows:  # groups that would need more tiles than these are read as if nothing were shared
                 most += min(most // 2, most // min(self.mates, _TILE_MATES) + 4)
             return tiling.room(most, small=True)
@@ -501,7 +501,7 @@ def _plan_list(
     whole = 0
     if SMALL:
         few = num_tiles <= 2
-        share = tl.where(few, SHARE, tl.maximum(room - num_tiles, 1))
+        share = tl.where(few, 2 * SHARE, tl.maximum(room - num_tiles, 1))
         least = tl.where(num_tiles > SHARE, LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:

@@ -118,7 +118,7 @@ class GrammarCompiler:
         grammar = grammar_source(structured, self._specials)
         try:
             limits = LLParserLimits(  # what a grammar may cost: to compile, for one mask, and in memory
-                max_items_in_row=2_000,
+                max_items_in_row=5_000,
                 initial_lexer_fuel=2_000_000,  # about 40 ms
                 step_lexer_fuel=400_000,  # about 30 ms
                 step_max_items=100_000,  # about 5 ms
@@ -154,8 +154,9 @@ class GrammarConstraint:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """These tokens came next. Raises `GrammarError` for one that is not legal."""
-        if not self._matcher.consume_tokens([*token_ids]):
-            self._check()
+        for token_id in token_ids:
+            if not self._matcher.consume_token(token_id):
+                self._check()
 
     def mask(self) -> Mask:
         """Which tokens may come next."""

@@ -67,10 +67,16 @@ def _json_grammar(schema: Any) -> str:
 
 
 def _json_text(schema: Any) -> str:
-    schema = enforceable_schema(schema)
+    schema = enforceable_schema(schema, _pattern_error)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return json.dumps({**schema, "x-guidance": JSON_FORM}, ensure_ascii=False)
+
+
+def _pattern_error(pattern: str) -> str | None:
+    message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
+    lines = message.splitlines()
+    return lines[-1].strip()[:200] if lines else None  # a regular expression's error is named last
 
 
 def _literal(text: str) -> str:

@@ -32,6 +32,8 @@ Node = dict[str, Any]
 
 MAX_MULTIPLE = 10_000
 """Of the least common multiple of all multipleOf, without its factors 2 and 5: what an automaton has states for."""
+MAX_PROPERTIES = 1_000
+"""Of one schema, and of a whole document with an allOf, which may put them together: what they cost is quadratic."""
 MAX_ONE_OF = 64
 """Alternatives of a oneOf whose pairs are compared."""
 
@@ -62,20 +64,26 @@ _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximu
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 
 
-def enforceable_schema(schema: Json) -> Json:
+CheckPattern = Callable[[str], str | None]
+"""What is wrong with a pattern, as a regular expression of llguidance; None if nothing is."""
+
+
+def enforceable_schema(schema: Json, check_pattern: CheckPattern = lambda pattern: None) -> Json:
     """A schema that allows what `schema` allows, made of what llguidance holds exactly. `schema` is used up.
 
     Raises `GrammarError`, which names the keyword and its place.
     """
-    return _Rewriting(schema).run()
+    return _Rewriting(schema, check_pattern).run()
 
 
 class _Rewriting:
     """Of one document, in place: so that references into it stay what they are."""
 
-    def __init__(self, root: Json) -> None:
+    def __init__(self, root: Json, check_pattern: CheckPattern) -> None:
+        self._check_pattern = check_pattern
         self._document = SchemaDocument(root)
         self._multiple = 1
+        self._names = 0  # in all properties
         self._keywords: Mapping[str, Callable[[Node, Json, str], None]] = {
             "type": self._type,
             "enum": self._enum,
@@ -83,7 +91,7 @@ class _Rewriting:
             "multipleOf": self._multiple_of,
             "pattern": self._pattern,
             "format": self._format,
-            "required": self._names,
+            "required": self._required,
             "minProperties": self._min_properties,
             "$ref": self._reference,
             "$schema": self._dialect,
@@ -97,6 +105,8 @@ class _Rewriting:
         for place in document.places.values():
             if "$ref" in place.node:
                 self._check_target(place.node, f"{place.path}/$ref")
+        if self._names > MAX_PROPERTIES and any("allOf" in place.node for place in document.places.values()):
+            raise _error("#", f"over {MAX_PROPERTIES:,} properties, with an allOf, cannot be enforced")
         endless = document.endless()
         if endless is not None:
             raise _error(endless, "this schema needs itself without end, so that no value satisfies it")
@@ -142,10 +152,14 @@ class _Rewriting:
         value = node[keyword]
         if keyword in _MAPS and not isinstance(value, dict):
             raise _error(where, f"{keyword} must be an object, got {value!r:.80}")
+        if keyword == "properties":
+            self._names += len(value)
+            if len(value) > MAX_PROPERTIES:
+                raise _error(where, f"over {MAX_PROPERTIES:,} properties cannot be enforced")
         if keyword in ("anyOf", "oneOf", "allOf") and not value:
             raise _error(where, f"{keyword} must not be empty")
         if keyword == "patternProperties":
-            node[keyword] = {_translated(pattern, where): inner for pattern, inner in value.items()}
+            node[keyword] = {self._translated(pattern, where): inner for pattern, inner in value.items()}
 
     def _type(self, node: Node, value: Json, where: str) -> None:
         names = [value] if isinstance(value, str) else value
@@ -192,7 +206,18 @@ class _Rewriting:
 
     def _pattern(self, node: Node, value: Json, where: str) -> None:
         _check_text(value, where)
-        node["pattern"] = _translated(value, where)
+        node["pattern"] = self._translated(value, where)
+
+    def _translated(self, pattern: str, where: str) -> str:
+        try:
+            translated = ecma_pattern(pattern)
+        except ValueError as error:
+            wrong: str | None = str(error)
+        else:
+            wrong = self._check_pattern(translated)
+            if wrong is None:
+                return translated
+        raise _error(where, f"pattern {pattern!r:.80} cannot be enforced: {wrong}")
 
     def _format(self, node: Node, value: Json, where: str) -> None:
         _check_text(value, where)
@@ -214,7 +239,7 @@ class _Rewriting:
         else:
             node["allOf"] = [*node.get("allOf", ()), further]
 
-    def _names(self, node: Node, value: Json, where: str) -> None:
+    def _required(self, node: Node, value: Json, where: str) -> None:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise _error(where, f"required must be a list of names, got {value!r:.80}")
 
@@ -265,13 +290,6 @@ def _subschemas(node: Node) -> Iterator[tuple[str, Json]]:
                 yield f"{keyword}/{name.replace('~', '~0').replace('/', '~1')}", item
         elif keyword in _LISTS:
             raise _error(keyword, f"{keyword} must be a list, got {value!r:.80}")
-
-
-def _translated(pattern: str, where: str) -> str:
-    try:
-        return ecma_pattern(pattern)
-    except ValueError as error:
-        raise _error(where, f"pattern {pattern!r:.80} cannot be enforced: {error}") from None
 
 
 def _check_values(values: list[Json], where: str) -> None:

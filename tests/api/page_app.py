@@ -34,15 +34,13 @@ class PageApp:
     left: list[str] = field(default_factory=list)  # clients that went before the end
 
     def app(self) -> web.Application:
-        inner = web.Application(middlewares=[self._check_key])
+        made = web.Application(middlewares=[self._check_key])
         for path, file in page_files().items():
-            inner.router.add_get(path, self._page(file))
-        inner.router.add_get("/v1/models", self._models)
-        inner.router.add_post("/v1/chat/completions", self._chat)
-        inner.router.add_get("/engine/events", self._events)
-        outer = web.Application()
-        outer.add_subapp(PREFIX, inner)
-        return outer
+            made.router.add_get(path, self._page(file))
+        made.router.add_get("/v1/models", self._models)
+        made.router.add_post("/v1/chat/completions", self._chat)
+        made.router.add_get("/engine/events", self._events)
+        return made
 
     def _page(self, file: Any) -> Any:
         async def respond(request: web.Request) -> web.Response:
@@ -100,9 +98,11 @@ class PageApp:
 
 
 @asynccontextmanager
-async def serve(page: PageApp) -> AsyncIterator[str]:
-    """Serve it on a free port. Yields the page's address."""
-    runner = web.AppRunner(page.app(), handler_cancellation=True, shutdown_timeout=0.1)
+async def serve(app: web.Application) -> AsyncIterator[str]:
+    """Serve an app under `PREFIX`, on a free port. Yields its address."""
+    outer = web.Application()
+    outer.add_subapp(PREFIX, app)
+    runner = web.AppRunner(outer, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

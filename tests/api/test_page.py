@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.api import create_aiohttp_app
+from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.api.page_app import PageApp, serve
+from tests.inputs.toy_tokenizers import smollm2
 
 playwright_api = pytest.importorskip("playwright.async_api", reason="needs playwright: pip install playwright")
 
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.full
 
 SCHEMES = ("light", "dark")
 WIDE, NARROW = (1280, 860), (360, 740)
+EXPECTED = ("(Unauthorized)", "(Bad Request)", "DISCONNECTED")  # what the tests bring about themselves
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -42,11 +47,12 @@ async def chromium() -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def opened(
-    page: PageApp, *, scheme: str = "light", size: tuple[int, int] = WIDE, **options: Any
+    page: PageApp | web.Application, *, scheme: str = "light", size: tuple[int, int] = WIDE, **options: Any
 ) -> AsyncIterator[Any]:
-    """The page in a browser window. What the browser complains of fails the test, but for 401 and a lost network."""
+    """The page in a browser window. What the browser complains of fails the test, but for `EXPECTED`."""
     complaints: list[str] = []
-    async with serve(page) as address, chromium() as browser:
+    app = page.app() if isinstance(page, PageApp) else page
+    async with serve(app) as address, chromium() as browser:
         viewport = {"width": size[0], "height": size[1]}
         context = await browser.new_context(color_scheme=scheme, viewport=viewport, **options)
         window = await context.new_page()
@@ -55,7 +61,7 @@ async def opened(
         window.set_default_timeout(10_000)
         await window.goto(address)
         yield window
-    assert [each for each in complaints if "401" not in each and "DISCONNECTED" not in each] == []
+    assert [each for each in complaints if not any(expected in each for expected in EXPECTED)] == []
 
 
 async def until(window: Any, expression: str) -> None:
@@ -243,6 +249,43 @@ async def test_the_connection_comes_back() -> None:
             await window.wait_for_selector("#connection.lost")
             await window.context.set_offline(False)
             await window.wait_for_selector("#connection.live")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return smollm2()
+
+
+async def test_in_the_app_itself(tokenizer: Tokenizer) -> None:
+    """The page's own requests are answered by the real service, key and all."""
+    model = ShadowModel(latency=0.005, vocab_size=49152, tokenizer=tokenizer)
+    running = AsyncEngine(model, num_blocks=300, max_num_seqs=6, max_model_len=1000)
+    async with running, opened(create_aiohttp_app(running, api_keys=["sesame"])) as window:
+        await window.fill("#key", "sesame")
+        await window.press("#key", "Enter")
+        await window.wait_for_selector("#connection.live")
+        await window.click("#settings summary")
+        await window.fill("#max_tokens", "40")
+        await say(window, "Hi")
+        await window.wait_for_selector(".message.assistant .hint")
+        hint = await window.text_content(".message.assistant .hint")
+        assert hint.startswith("40 tokens")
+        assert "cut at max tokens" in hint
+        assert await window.text_content(".message.assistant > .text")
+        await window.fill("#max_tokens", "900")
+        await say(window, "More")
+        await window.wait_for_selector(".message.streaming")
+        await shows(window, "running", "1")
+        await window.click("#stop")
+        await shows(window, "running", "0")
+        await shows(window, "blocks-used", "0")
+        await shows(window, "aborted", "1")
+        await window.fill("#system", "word " * 2000)
+        await say(window, "Too long")
+        await window.wait_for_selector(".problem")
+        assert "tokens" in await window.text_content(".problem")
+        times = await window.text_content("#ttft")
+        assert times.endswith(" ms"), "the service observes its requests"
 
 
 COLOURS = """() => {

@@ -12,6 +12,7 @@ import torch
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.execution import cuda_loading
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.layers.paged_attention import PagedBatch
 from asyncllm.models.forward_batch import ForwardBatch
 from asyncllm.models.llama import Llama
 from asyncllm.testing.tiny_models import write_tiny_model
@@ -27,9 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=[{}, {"model_type": "qwen3", "head_dim": 32}], ids=["llama", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), config={"model_type": request.param})
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), config=request.param)
 
 
 @pytest.fixture
@@ -39,14 +40,16 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     made: list[DeviceRows] = []
     forward = Llama.forward
 
-    def make_rows(*arguments: Any) -> DeviceRows:
-        made.append(DeviceRows(*arguments))
+    def make_rows(*arguments: Any, **named: Any) -> DeviceRows:
+        made.append(DeviceRows(*arguments, **named))
         return made[-1]
 
     def keep_sums(model: Llama, batch: ForwardBatch) -> torch.Tensor:
         logits = forward(model, batch)
-        sampled = batch.sampled.long()
-        seeds = made[-1].settings.seed[batch.attention[0].rows[sampled].long()]
+        sampled = torch.arange(len(logits), device="cuda") if batch.sampled is None else batch.sampled.long()
+        group = batch.attention[0]
+        assert isinstance(group, PagedBatch)
+        seeds = made[-1].settings.seed[group.rows[sampled].long()]
         weights = torch.arange(1, logits.shape[1] + 1, device=logits.device)
         table[seeds % 16, batch.positions[sampled].long()] = (logits.view(torch.int16).long() * weights).sum(dim=1)
         return logits

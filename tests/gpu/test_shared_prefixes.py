@@ -11,11 +11,17 @@ import torch
 
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.execution import step_program
-from asyncllm.kernels.attention_plan import AttentionPlan
+from asyncllm.kernels.attention_plan import AttentionPlan, make_attention_plan
 from asyncllm.testing.tiny_models import write_tiny_model
 from tests.engine.execution.short_prefixes import share_short_prefixes
 
-SETTINGS = {"dtype": "float32", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 16, "block_size": 16}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "num_blocks": 200,
+    "max_num_seqs": 16,
+    "block_size": 16,
+}
 PROMPT = list(range(3, 120))
 
 
@@ -40,10 +46,9 @@ async def ask(folder: Path, device: str) -> list[tuple[int, ...]]:
 async def test_equals_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share_short_prefixes(monkeypatch)
     plans: list[AttentionPlan] = []
-    make = step_program.make_attention_plan
 
     def keep(*arguments: Any, **named: Any) -> AttentionPlan:
-        plans.append(make(*arguments, **named))
+        plans.append(make_attention_plan(*arguments, **named))
         return plans[-1]
 
     monkeypatch.setattr(step_program, "make_attention_plan", keep)

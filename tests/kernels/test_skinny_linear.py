@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -137,7 +137,6 @@ def test_no_rows(device: torch.device) -> None:
     assert skinny_linear.skinny_linear(torch.ones(0, 16, device=device), weight).shape == (0, 5)
 
 
-# more lines than the programs of a large GPU take at once
 VECTOR = Case(1, 300, 80, bias=True, norm=True, activation=Activation.SILU, tiling=VectorTiling(2, 2, 1))
 ADDED = Case(1, 300, 80, add=True, tiling=VectorTiling(1, 2, 1))
 TILES = Case(3, 34, 600, bias=True, tiling=Tiling(16, 128, 4, 2))
@@ -170,5 +169,7 @@ POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
     ],
 )
 def test_planted_fault_is_caught(right: str, wrong: str, case: Case, tmp_path: Path, device: torch.device) -> None:
+    if case.rows == 1 and device.type == "cpu":
+        case = replace(case, outputs=9)  # more than programs take at once; on a large GPU that takes more
     with mutant(skinny_linear, tmp_path, right, wrong) as module, pytest.raises(AssertionError):
         check(module, case, device, torch.float32)

@@ -208,7 +208,7 @@ class Message {
   fail(message) {
     this.item.classList.remove("streaming");
     this.item.classList.add("failed");
-    this.item.append(element("div", "text", message));
+    this.item.append(element("div", "problem", message));
     this.draw();
     $("announcer").textContent = `Error: ${message}`;
     follow(true);

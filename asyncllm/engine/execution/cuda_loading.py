@@ -14,7 +14,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_device import CudaSpace
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes
 from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
-from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.runner import ModelFacts, Runner
@@ -115,8 +115,15 @@ def _build(
             load_weights(model, thread.interruptible(iterate_tensors(source)))
         cache = allocate_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
-        row_blocks = -(-length // sizes.layout.block_size)
-        rows = DeviceRows(config.max_num_seqs, len(sizes.layout.groups), row_blocks, device)
+        row_sizes = RowSizes(
+            rows=config.max_num_seqs,
+            groups=len(sizes.layout.groups),
+            row_blocks=-(-length // sizes.layout.block_size),
+            vocabulary=model_config.vocab_size,
+            max_length=sizes.max_model_len,
+            steps=STEPS,
+        )
+        rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
         program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
         executor = CudaExecutor(space, program, rows, ring, cache)
     turn = _run_first(executor, first_plans(config.max_num_seqs, sizes.max_batched_tokens, length))

@@ -12,9 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.device_scores import StepScorer
 from asyncllm.engine.execution.kv_cache import CacheLayout
+from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.engine.execution.told_logits import StepTold, tell_prompts
 from asyncllm.kernels.attention_plan import (
     LEAST_SHARED,
     AttentionPlan,
@@ -22,7 +26,9 @@ from asyncllm.kernels.attention_plan import (
     make_attention_plan,
     plan_attention,
 )
-from asyncllm.kernels.sampling import make_sampling_workspace, sample
+from asyncllm.kernels.logit_adjustment import adjust_logits, count_tokens
+from asyncllm.kernels.rare_filters import filter_rare_rows
+from asyncllm.kernels.sampling import AdjustedLogits, make_sampling_workspace, sample
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
 from asyncllm.layers.paged_attention import PagedBatch
@@ -35,6 +41,7 @@ class StepKind(NamedTuple):
 
     tokens: int  # the matrix products have this many rows; the step's own tokens come first
     chunks: bool  # the step may have chunks
+    use: SamplerUse = SamplerUse.FILTERED  # what its rows may ask of the sampler, at most
 
 
 class StepProgram:
@@ -66,8 +73,8 @@ class StepProgram:
         """How many rows of logits a step of this kind computes."""
         return min(kind.tokens, self._ring.layout.rows)
 
-    def run(self, kind: StepKind) -> None:
-        """Launch the step whose turn it is."""
+    def run(self, kind: StepKind, told: StepTold | None = None, reader: PromptReader | None = None) -> None:
+        """Launch the step whose turn it is. Not for a graph: what is `told` of whole rows, and of prompts."""
         arrays, rows, ring = self._arrays, self._rows, self._ring
         lay_out_step(
             ring.words,
@@ -84,19 +91,59 @@ class StepProgram:
             users = [group for group, each in enumerate(self._layout.groups) if each.window == window]
             table = rows.tables[users[0]] if len(users) == 1 else None
             plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
-        logits = self._model.forward(self._batch(kind))
+        batch = self._batch(kind)
+        if told is None or reader is None:
+            logits = self._model.forward(batch)
+        else:
+            logits = self._forward_telling(batch, self.sampled(kind), told, reader)
+        self._sample(logits, kind.use, told)
+        put_out_tokens(ring.tokens, self.turn, self._token_ids, arrays.num_sampled)
+
+    def _forward_telling(self, batch: ForwardBatch, count: int, told: StepTold, reader: PromptReader) -> Tensor:
+        """The logits of the step's samples; what there is to tell of prompts is read off those of other tokens."""
+        others = told.places(reader.places, self._cache.device)
+        sampled = torch.cat((self._arrays.sampled[:count], others))
+        features = self._model.features(replace(batch, sampled=sampled))
+        told.prompts = tell_prompts(reader.parts, features[count:], self._model.head)
+        return self._model.head(features[:count])
+
+    def _sample(self, logits: Tensor, use: SamplerUse, told: StepTold | None) -> None:
+        arrays, rows = self._arrays, self._rows
+        where = {"rows": arrays.sampled_rows, "positions": arrays.sampled_positions, "num_rows": arrays.num_sampled}
+        size, count, special = self._model.config.vocab_size, len(logits), rows.adjustments
+        scorer, adjusted = self._scorer(use, where["rows"], where["num_rows"]), None
+        if use >= SamplerUse.ADJUSTED and special.rows is not None and special.logits is not None:
+            some = special.logits[:count]
+            adjust_logits(some, logits, rows.settings, special.rows, vocabulary=size, **where)
+            filter_rare_rows(some, rows.settings, special.rows, vocabulary=size, **where)
+            adjusted = AdjustedLogits(special.rows.integers("duties"), some)
+        told_logits, heat = logits, None
+        if special.processed_logprobs and adjusted is not None:
+            told_logits, heat = adjusted.logits, rows.settings.temperature
+        if scorer is not None:
+            scorer.score_most_likely(told_logits, heat)
+        if told is not None and (places := told.whole_places()):
+            told.tell_whole(told_logits[:, :size], places, arrays.sampled_rows, heat)
         sample(
             logits,
             rows.settings,
             self._workspace,
-            rows=arrays.sampled_rows,
-            positions=arrays.sampled_positions,
-            num_rows=arrays.num_sampled,
-            vocabulary=self._model.config.vocab_size,
+            **where,
+            vocabulary=size,
             token_ids=self._token_ids,
             row_token_ids=rows.last_tokens,
+            adjusted=adjusted,
+            filters=use > SamplerUse.PLAIN,
         )
-        put_out_tokens(ring.tokens, self.turn, self._token_ids, arrays.num_sampled)
+        if adjusted is not None and special.rows is not None:
+            count_tokens(special.rows, self._token_ids[:count], **where)
+        if scorer is not None:
+            scorer.score_named(told_logits, heat, self._token_ids[:count])
+
+    def _scorer(self, use: SamplerUse, rows: Tensor, num_rows: Tensor) -> StepScorer | None:
+        if use < SamplerUse.SCORED:
+            return None
+        return self._rows.scores.scorer(self.turn, rows, num_rows)
 
     def _batch(self, kind: StepKind) -> ForwardBatch:
         arrays, some = self._arrays, slice(kind.tokens)

@@ -1,5 +1,6 @@
 """Tool calls in a model's text, found while the text comes: one file a format, and what they share."""
 
+from asyncllm.outputs.tool_calls.choice_grammar import tool_choice_grammar
 from asyncllm.outputs.tool_calls.definitions import ToolDefinition, read_tools
 from asyncllm.outputs.tool_calls.deltas import (
     ArgumentsDelta,
@@ -26,4 +27,5 @@ __all__ = [
     "join_deltas",
     "make_tool_parser",
     "read_tools",
+    "tool_choice_grammar",
 ]

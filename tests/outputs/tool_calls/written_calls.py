@@ -125,7 +125,7 @@ WRITTEN = {
 }
 
 _KEYWORDS = st.from_regex(re.compile(r"[a-zA-Z_äß][a-zA-Z0-9_]{0,5}"), fullmatch=True)
-_NASTY = st.text(st.sampled_from('"\\{}[]()<>|,:=\'\n </_｜▁é😀'), max_size=6)
+_NASTY = st.text(st.sampled_from("\"\\{}[]()<>|,:='\n </_｜▁é😀"), max_size=6)
 _TEXT = st.one_of(_NASTY, st.text(st.characters(exclude_categories=["Cs"]), max_size=6))
 _SCALARS = st.one_of(_TEXT, st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 _VALUES = st.recursive(

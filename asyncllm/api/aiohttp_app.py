@@ -1,0 +1,131 @@
+"""create_aiohttp_app: the service as an aiohttp application, to run or to add as a sub-application.
+
+Nothing but the service's own parts is here: read the head and the body, send the reply, notice who goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
+from asyncllm.api.response_store import ResponseStore
+from asyncllm.api.service import Service
+from asyncllm.api.settings import ApiSettings
+from asyncllm.engine.async_engine import AsyncEngine
+
+SERVICE = web.AppKey("asyncllm_service", Service)
+"""Where an application has its service: `app[SERVICE].drain()`."""
+
+LOOK_EVERY = 0.02
+"""Seconds. aiohttp tells a handler that its client has gone only where its runner was made with
+`handler_cancellation=True`, which a host need not do."""
+
+
+def create_aiohttp_app(
+    engine: AsyncEngine,
+    *,
+    settings: ApiSettings | None = None,
+    responses: ResponseStore | None = None,
+    **overrides: Any,
+) -> web.Application:
+    """The OpenAI-compatible API of an engine. `overrides` are fields of `ApiSettings`, `api_keys` among them.
+
+    The application starts an engine that was not started, and closes it then.
+    """
+    service = Service(engine, (settings or ApiSettings()).override(**overrides), responses)
+    shell = _Shell(service)
+
+    async def lifetime(app: web.Application) -> AsyncIterator[None]:
+        await service.start()
+        watcher = asyncio.create_task(shell.watch())
+        yield
+        watcher.cancel()
+        await service.aclose()
+
+    async def drain(app: web.Application) -> None:
+        await service.drain()
+
+    app = web.Application(client_max_size=0)  # the service has its own limit
+    app[SERVICE] = service
+    app.cleanup_ctx.append(lifetime)
+    app.on_shutdown.append(drain)
+    app.router.add_route("*", "/{path:.*}", shell.handle)
+    return app
+
+
+class _Shell:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: dict[asyncio.Task[Any], web.Request] = {}
+        self._some = asyncio.Event()
+
+    async def watch(self) -> None:
+        """Give up the requests of clients that have gone."""
+        while True:
+            await self._some.wait()
+            await asyncio.sleep(LOOK_EVERY)
+            for task, request in self._running.items():
+                if request.transport is None or request.transport.is_closing():
+                    task.cancel()  # as aiohttp itself does with `handler_cancellation`
+            if not self._running:
+                self._some.clear()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = request
+        self._some.set()
+        try:
+            return await self._serve(request)
+        except (Disconnected, ConnectionResetError):
+            return web.Response(status=499)  # nobody is there to read it
+        finally:
+            del self._running[task]
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        tail = "/" + request.match_info["path"]
+        headers: dict[str, str] = {}
+        for name, value in request.headers.items():
+            headers.setdefault(name.lower(), value)
+        prefix = request.path[: len(request.path) - len(tail)]
+        head = Head(request.method, tail, headers, prefix)
+
+        async def read_body(limit: int) -> bytes:
+            return await _read_body(request, limit)
+
+        reply = await self._service.respond(head, read_body)
+        try:
+            return await _send(request, reply)
+        finally:
+            await reply.aclose()
+
+
+async def _read_body(request: web.Request, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
+    if reply.events is None:
+        headers = {**reply.headers, **({"content-type": reply.content_type} if reply.body else {})}
+        whole = web.Response(status=reply.status, body=reply.body, headers=headers)
+        await whole.prepare(request)
+        await whole.write_eof()
+        return whole
+    response = web.StreamResponse(status=reply.status, headers={**reply.headers, "content-type": reply.content_type})
+    await response.prepare(request)
+    async for event in reply.events:
+        await response.write(event)
+    await response.write_eof()
+    return response

@@ -1,0 +1,137 @@
+"""What every generating endpoint does with a stream of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from asyncllm.api.admission import Ticket
+from asyncllm.api.errors import INTERNAL, ApiError, api_error
+from asyncllm.api.exchange import Reply, event_reply
+from asyncllm.api.serving import Serving, all_of
+from asyncllm.engine.async_engine import TokenStream
+from asyncllm.results import Completion, FinishReason, TokenDelta
+
+logger = logging.getLogger("asyncllm.api")
+
+
+class Generation:
+    """The streams of one request: their place in the queue, their metrics, and what is given back at the end."""
+
+    def __init__(
+        self, serving: Serving, streams: Sequence[TokenStream], ticket: Ticket, *, server_limits: bool
+    ) -> None:
+        """`server_limits`: it is the server's timeout that their deadline stands for."""
+        self.streams = streams
+        self._ticket = ticket
+        self._server_limits = server_limits
+        self._observations = [serving.metrics.request() for _ in streams]
+        self._open = set(range(len(streams)))  # positions of those that were not seen to end
+
+    async def completions(self) -> list[Completion]:
+        """The whole answers; all is given back then."""
+        try:
+            done = await all_of([stream.result() for stream in self.streams])
+        except BaseException:
+            self._fail()
+            raise
+        finally:
+            self._ticket.release()
+        self._open.clear()
+        for observation, completion in zip(self._observations, done, strict=True):
+            observation.end(completion.metrics, completion.usage, completion.finish_reason)
+            self._check(completion.finish_reason)
+        return done
+
+    async def start(self) -> None:
+        """Submit; what is refused is raised here, and all is given back."""
+        try:
+            await all_of([stream.start() for stream in self.streams])
+        except BaseException:
+            await self.abandon()
+            raise
+
+    async def abandon(self) -> None:
+        """Nobody wants the answers any more."""
+        self._ticket.release()
+        self._fail()
+        for stream in self.streams:
+            await stream.aclose()
+
+    def reply(self, events: AsyncGenerator[bytes, None]) -> Reply:
+        """A reply of events; the generation ends with it."""
+        reply = event_reply(events)
+        reply.held.push_async_callback(self.abandon)
+        return reply
+
+    def seen(self, delta: TokenDelta, position: int = 0) -> None:
+        """A delta leaves. Raises 504 where the server's own limit ended the request."""
+        observation = self._observations[position]
+        observation.tokens(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            if delta.usage is not None:
+                self._open.discard(position)
+                observation.end(self.streams[position].metrics, delta.usage, delta.finish_reason)
+            self._check(delta.finish_reason)
+
+    def _check(self, reason: FinishReason) -> None:
+        if reason is FinishReason.DEADLINE and self._server_limits:
+            raise ApiError(504, "The request took longer than this server allows.", code="timeout")
+
+    def _fail(self) -> None:
+        for position in self._open:
+            self._observations[position].end(None, None, FinishReason.ABORT)
+        self._open.clear()
+
+
+def failure(error: Exception) -> ApiError:
+    """What a client is told when a stream fails; the log gets what it is not told."""
+    told = api_error(error)
+    if told is None:
+        logger.error("a stream failed", exc_info=error)
+    return told or INTERNAL
+
+
+Arrived = list[tuple[int, TokenDelta]]
+"""Deltas, each with its stream's position."""
+
+
+async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[Arrived, None]:
+    """Deltas of several streams, those together that came together. One that fails ends all."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield [(0, delta)]
+        return
+    # Bounded: what a slow reader leaves unread merges in the streams.
+    arrived: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(2 * len(streams))
+
+    async def pump(position: int, stream: TokenStream) -> None:
+        try:
+            async for delta in stream:
+                await arrived.put((position, delta))
+            await arrived.put(None)
+        except Exception as error:
+            await arrived.put(error)
+
+    pumps = [asyncio.create_task(pump(position, stream)) for position, stream in enumerate(streams)]
+    try:
+        ended = 0
+        while ended < len(streams):
+            items = [await arrived.get()]
+            while not arrived.empty():
+                items.append(arrived.get_nowait())
+            batch: Arrived = []
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    ended += 1
+                else:
+                    batch.append(item)
+            if batch:
+                yield batch
+    finally:
+        for each in pumps:
+            each.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""What requests and answers look like: one module an API, pydantic models only."""
