@@ -61,6 +61,8 @@ class EngineConfig:
     """Take sampling defaults from the model's generation_config."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities are "raw": of the model's own logits; or "processed": of what the token was drawn from."""
+    hook_timeout: float = 30.0
+    """Seconds that each call of a request's `logits_processors` or `on_token` may take."""
     chat_template: str | None = None
     """A Jinja chat template to use in place of the model's own."""
     deterministic: bool = False
@@ -91,6 +93,9 @@ class EngineConfig:
         ageing = self.ageing_seconds
         if isinstance(ageing, bool) or not isinstance(ageing, int | float) or not 1e-3 <= ageing <= 1e9:
             raise ConfigError(f"ageing_seconds must be a number from 0.001 to 1e9, got {ageing!r:.80}")
+        timeout = self.hook_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e9:
+            raise ConfigError(f"hook_timeout must be a number of seconds above 0, at most 1e9, got {timeout!r:.80}")
         if self.max_num_seqs > MAX_ROWS:
             raise ConfigError(f"max_num_seqs must be at most {MAX_ROWS}, got {self.max_num_seqs!r:.80}")
         for name in ("revision", "chat_template"):
