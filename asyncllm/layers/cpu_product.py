@@ -150,7 +150,9 @@ class BlockedGatedProduct:
         gate, up = weight.chunk(2)
         self.gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
         self.up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
-        self.gate_bias, self.up_bias = (None, None) if bias is None else bias.chunk(2)
+        biases = (None, None) if bias is None else bias.chunk(2)
+        self.gate_bias: Tensor | None = biases[0]
+        self.up_bias: Tensor | None = biases[1]
         self.activation, self.algorithm = self.NAMES[activation]
         self._activated = torch.ops.mkldnn._linear_pointwise.default
         self._multiplied = torch.ops.mkldnn._linear_pointwise.binary
