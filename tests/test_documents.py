@@ -25,6 +25,7 @@ from asyncllm.api.settings import ApiSettings
 from asyncllm.flags import field_docstrings
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 from benchmarks.report import comparison_from_json, readme_section
+from benchmarks.structured_report import structured_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -131,6 +132,11 @@ def wait_for(url: str) -> None:
         except OSError:
             assert time.monotonic() < deadline, f"{url} does not answer"
             time.sleep(0.1)
+
+
+def test_structured_output_table_is_that_of_its_results() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "structured.json").read_text(encoding="utf-8"))
+    assert marked("structured") == structured_table(found)
 
 
 def test_sampling_parameters_are_all_named() -> None:

@@ -54,6 +54,8 @@ class Core:
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
         self._preparation = Preparation(model, self._scheduler.config.capacity)
+        if config.prepare_grammars:
+            self._preparation.prepare_grammars()
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()

@@ -23,7 +23,13 @@ from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
 from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
-from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidPromptError
+from asyncllm.errors import (
+    ChatTemplateError,
+    ConfigError,
+    ContextLengthError,
+    GrammarError,
+    InvalidPromptError,
+)
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.repetition import LoopWatch
@@ -112,9 +118,16 @@ class Preparation:
         """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
         self._model = model
         self._resolver = SamplingResolver(model)
-        grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
-        self._guides = GuideMaker(model, model.constrain or grammars.constraint)
+        self._grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
+        self._guides = GuideMaker(model, model.constrain or self._grammars.constraint)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
+
+    def prepare_grammars(self) -> None:
+        """What the first structured output would wait for, at once. Raises `ConfigError` where it would be refused."""
+        try:
+            self._grammars.build()
+        except GrammarError as error:
+            raise ConfigError(f"prepare_grammars: {error}") from None
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
