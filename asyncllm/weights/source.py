@@ -26,11 +26,12 @@ class ModelSource:
 
     name: str  # as the caller gave it
     folder: Path | None  # with config.json and safetensors; None for a GGUF file
-    gguf: GGUFFile | None  # its header
+    gguf: Path | None  # the first part, where it is split
     config: Mapping[str, Any]  # of the shape of config.json; a GGUF's metadata are translated to it
     generation_config: Mapping[str, Any]  # of the shape of generation_config.json; empty where there is none
     tokenizer: TokenizerData
     load_format: str  # "safetensors", "gguf" or "dummy"
+    gguf_header: GGUFFile | None = None
 
 
 def resolve_source(model: str, config: EngineConfig) -> ModelSource:
@@ -109,11 +110,12 @@ def _from_gguf(name: str, path: Path, load_format: str) -> ModelSource:
     return ModelSource(
         name=name,
         folder=None,
-        gguf=file,
+        gguf=path,
         config=translate_config(file),
         generation_config=translate_generation_config(file),
         tokenizer=TokenizerData(
             gguf_fields={key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
         ),
         load_format="dummy" if load_format == "dummy" else "gguf",
+        gguf_header=file,
     )

@@ -45,8 +45,8 @@ def grouped_bits(source: ModelSource) -> Mapping[str, int]:
     """Of each tensor that `iterate_grouped` leaves in groups, the bits of its codes."""
     if source.load_format != "gguf":
         return {}
-    assert source.gguf is not None
-    found = {huggingface_name(tensor): _bits(tensor) for tensor in source.gguf.tensors.values()}
+    assert source.gguf_header is not None
+    found = {huggingface_name(tensor): _bits(tensor) for tensor in source.gguf_header.tensors.values()}
     return {name: bits for name, bits in found.items() if name is not None and bits is not None}
 
 
@@ -60,7 +60,7 @@ def _iterate_safetensors(source: ModelSource) -> Iterator[tuple[str, torch.Tenso
 
 def _iterate_gguf(source: ModelSource) -> Iterator[tuple[str, GGUFTensor, IndexArray | None]]:
     """Hugging Face's name of each tensor, and the order of rows that goes with it."""
-    file = source.gguf
+    file = source.gguf_header
     assert file is not None
     for tensor in file.tensors.values():
         name = huggingface_name(tensor)
