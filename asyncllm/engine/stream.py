@@ -84,15 +84,17 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        mailbox = self._mailbox
+        mailbox, look = self._mailbox, True
         if self._loop is None and not self._over:
             await self.start()
-        elif mailbox.ending is None and self._is_more_there():
-            await self._pause()
+        elif mailbox.ending is None:
+            look = self._over or self._is_more_there()
+            if look:
+                await self._pause()
         while True:
-            delta = self._next_delta()
-            if delta is not None:
+            if look and (delta := self._next_delta()) is not None:
                 return delta
+            look = True
             waiter = self._make_waiter()
             if self._is_more_there():  # it came before the engine could see the waiter
                 mailbox.waiter = None
@@ -199,6 +201,8 @@ class TokenStream:
             raise StopAsyncIteration
         mailbox, readers = self._mailbox, self._readers
         ending = mailbox.ending  # before anything is counted: it is set last
+        if len(readers) == 1 and readers[0].box.end is None and readers[0].unread:
+            return readers[0].next_delta()  # nearly always
         for _ in range(len(readers)):
             reader = readers[0]
             if reader.box.end is not None:
