@@ -142,3 +142,11 @@ class Completion:
     def parsed(self) -> Any:
         """What the structured output of choice 0 came to, see `Choice.parsed`."""
         return self.choices[0].parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector of one text, of length 1."""
+
+    embedding: list[float]
+    prompt_tokens: int

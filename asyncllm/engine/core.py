@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.command_queue import CommandQueue
@@ -50,10 +50,11 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self.model = self._model = model
+        self.model = model
+        self._config = config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
-        self._preparation = Preparation(model, self._scheduler.config.capacity)
+        self._preparation = Preparation(model, config, self._scheduler.config.capacity)
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()
@@ -67,7 +68,6 @@ class Core:
         work = GuideWork(workers.guides, self._call_for_words)
         turns = CoreTurns(self._loop, self._run_turn, self._fail)
         self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, turns)
-        self._hook_timeout = config.hook_timeout
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
         self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
@@ -122,6 +122,14 @@ class Core:
         except RuntimeError as error:
             raise EngineClosed("the engine is closed") from error
 
+    def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Device work beside the steps. Raises `EngineClosed`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise EngineClosed("the engine is closed") from error
+
     @property
     def is_dead(self) -> bool:
         """Whether a fault has ended it."""
@@ -133,7 +141,7 @@ class Core:
             self._counts,
             self._live,
             tokens_generated=self._delivery.tokens,
-            memory_bytes=self._model.facts.memory_bytes,
+            memory_bytes=self.model.facts.memory_bytes,
             step_times=self._pipeline.times(),
         )
 
@@ -306,7 +314,7 @@ class Core:
         ids = [request.id, *(next(self._ids) for _ in prepared.choices[1:])]
         branches = zip(self._live.begin(request, ids), prepared.choices, strict=True)
         for index, (branch, choice) in enumerate(branches):
-            self._scheduler.add(prepared.spec(index, ids, submission, self._model.facts.max_model_len))
+            self._scheduler.add(prepared.spec(index, ids, submission, self.model.facts.max_model_len))
             branch.take_text(choice, prepared.min_tokens, self._delivery.found)
             if choice.guide is not None:
                 self._guidance.begin(branch, choice.guide, self._driver(choice, request))
@@ -316,9 +324,8 @@ class Core:
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
         if choice.hooks is None or request.context is None or choice.guide is None:
             return None
-        hooked = HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens)
-        place = HookPlace(request.loop, request.context, self._workers.hooks, self._hook_timeout)
-        return partial(HookDriver, hooked, place)
+        place = HookPlace(request.loop, request.context, self._workers.hooks, self._config.hook_timeout)
+        return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
     def _abandon(self, request: int) -> None:
         self._abort(self._live.get(request))

@@ -12,7 +12,7 @@ from asyncllm.engine.row_sampling import BadWords
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
-from asyncllm.outputs.reasoning import guess_reasoning_format, opens_in_prompt, reasoning_format
+from asyncllm.outputs.reasoning import find_reasoning_format, guess_reasoning_format, opens_in_prompt
 from asyncllm.outputs.repetition import DrySettings
 from asyncllm.outputs.thinking_budget import ThinkingBudget
 from asyncllm.params import SamplingParams
@@ -64,7 +64,7 @@ class GuideMaker:
         name = None if source is None else guess_reasoning_format(source)
         if tokenizer is None or name is None:
             raise InvalidParamsError("thinking_token_budget: this model's chat template knows of no reasoning")
-        format = reasoning_format(name)
+        format = find_reasoning_format(name)
         start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in (format.start, format.end))
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         begun = opens_in_prompt(name, tail)

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.config import EngineConfig
 from asyncllm.engine.grammars import Grammars
 from asyncllm.engine.guide import Guide
 from asyncllm.engine.guide_maker import GuideMaker
@@ -23,7 +24,13 @@ from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
 from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
-from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidPromptError
+from asyncllm.errors import (
+    ChatTemplateError,
+    ConfigError,
+    ContextLengthError,
+    GrammarError,
+    InvalidPromptError,
+)
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
 from asyncllm.outputs.repetition import LoopWatch
@@ -108,13 +115,21 @@ class Prepared:
 class Preparation:
     """Prepares requests for one model. Holds no state of a request; any number of threads may use it at once."""
 
-    def __init__(self, model: ServedModel, capacity: int) -> None:
-        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
+    def __init__(self, model: ServedModel, config: EngineConfig, capacity: int) -> None:
+        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`.
+
+        Raises `ConfigError` where `config` asks for grammars that the model's tokenizer cannot have.
+        """
         self._model = model
         self._resolver = SamplingResolver(model)
         grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
         self._guides = GuideMaker(model, model.constrain or grammars.constraint)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
+        if config.prepare_grammars:
+            try:
+                grammars.build()
+            except GrammarError as error:
+                raise ConfigError(f"prepare_grammars: {error}") from None
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
@@ -192,6 +207,10 @@ class Preparation:
         return template.render(
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
+
+    def token_ids(self, text: str | Sequence[int]) -> Int32Array:
+        """The ids of a text that is no request, checked as one's are."""
+        return self._prompt_array(text, ChatOptions(), None)
 
     def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
         """The prompt's ids, or so many `last` ones of them."""

@@ -38,18 +38,6 @@ NOT_YET_ON_A_GPU: Mapping[str, Any] = {
     "logits_processors": (),
     "on_token": None,
     "structured_output": None,
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "xtc_probability": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": (),
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logprob_token_ids": None,
 }
 """The same for a model that runs there."""
 

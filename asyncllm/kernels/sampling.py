@@ -9,9 +9,12 @@ likely as some token, so each is a threshold on the logits, found without sortin
 - top-p: of the tokens left, the largest threshold at which those above it, or at it, hold top_p of their probability;
 - min-p: the largest logit + temperature · ln(min_p).
 
-Three launches: sums and maxima of tiles of `_TILE` logits; thresholds, by one program per row that uses a filter (the
-others leave at once); the draw, which picks the tile and reads that one again. Sums of tiles are float32, sums over
-tiles and within the picked one float64.
+The first launch leaves the sum and the maximum of each tile of `_TILE` logits. In the second, one program a row draws:
+without a filter it picks the tile and reads that one again; with one, the tiles tell how small a logit may be that is
+kept, what is at least that gets listed, and thresholds and draw are found in the list. A third is for rows whose list
+is too short for that; the others leave it at once. It has a longer one, and where that is too short as well, finds the
+thresholds by halving their range over the logits. So a common filter costs a row little, and its registers are few.
+Sums of tiles are float32, sums over tiles and within what is drawn from float64.
 """
 
 from __future__ import annotations
@@ -22,9 +25,17 @@ import torch
 
 from asyncllm.kernels.language import ceil_div, jit, next_power_of_2, tl
 
-_TILE = 512
+# Measured on an H200, 256 rows of 151,936.
+_TILE = 256
 _TILES_AT_ONCE = 8
-_CANDIDATES = 4096
+_TILES_WARPS = 4
+_LISTED_AT_ONCE = 8
+_DRAW_WARPS = 4
+_DRAW_REGISTERS = 168  # three programs fit on a multiprocessor, so that 256 rows are all drawn at once
+_WIDE_AT_ONCE = 32
+_WIDE_WARPS = 16
+_FEW, _CANDIDATES = 512, 4096
+"""Lengths of the list of logits that filters may keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,10 @@ class SamplingWorkspace:
 
     tops: torch.Tensor  # [n, tiles] float32: largest logit of a tile
     sums: torch.Tensor  # [n, tiles] float32: its sum of exp((logit - top) / temperature), of kept tokens
-    thresholds: torch.Tensor  # [n] float32
     lists: torch.Tensor  # [n, tiles] int32: tiles that reach a threshold
-    candidates: torch.Tensor  # [n, _CANDIDATES] float32
+    is_wide: torch.Tensor  # [n] int32: 1 where the filters may keep too many logits for the short list
+    candidates: torch.Tensor  # [n, _CANDIDATES] float32: logits that filters may keep
+    candidate_ids: torch.Tensor  # [n, _CANDIDATES] int32
 
 
 def make_sampling_workspace(
@@ -65,18 +77,36 @@ def make_sampling_workspace(
     return SamplingWorkspace(
         tops=make(max_rows, tiles),
         sums=make(max_rows, tiles),
-        thresholds=make(max_rows),
         lists=make(max_rows, tiles, dtype=torch.int32),
+        is_wide=make(max_rows, dtype=torch.int32),
         candidates=make(max_rows, candidates),
+        candidate_ids=make(max_rows, candidates, dtype=torch.int32),
     )
 
 
 @jit
 def _clean(x: tl.tensor) -> tl.tensor:
     """float32, not-a-number as -infinity, and no +infinity: so a broken row still yields some id."""
-    x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 # only not-a-number differs from itself
-    return tl.minimum(x, 3.4028234663852886e38)
+    # of a number and not-a-number, both operations give the number
+    return tl.minimum(tl.maximum(x.to(tl.float32), float("-inf")), 3.4028234663852886e38)
+
+
+@jit
+def _read(
+    source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
+    ids: tl.tensor,
+    inside: tl.tensor,
+    ADJUSTED: tl.constexpr,
+) -> tl.tensor:
+    """A row's logits of these ids, -infinity outside: the model's own, or those that the row has adjusted."""
+    if ADJUSTED:
+        first_own = tl.where(is_adjusted == 0, 0, 0x7FFFFFFF)  # no id is that large
+        own = tl.load(source + ids, mask=inside & (ids >= first_own), other=float("-inf")).to(tl.float32)
+        x = tl.load(adjusted + ids, mask=inside & (ids < first_own), other=float("-inf"))
+        return _clean(tl.where(is_adjusted != 0, x, own))
+    return _clean(tl.load(source + ids, mask=inside, other=float("-inf")))
 
 
 @jit
@@ -84,6 +114,7 @@ def _tiles_kernel(
     tops: tl.tensor,
     sums: tl.tensor,
     logits: tl.tensor,
+    adjusted: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     num_rows: tl.tensor,
@@ -91,7 +122,10 @@ def _tiles_kernel(
     suppress_before: tl.tensor,
     num_suppressed: tl.tensor,
     suppressed: tl.tensor,
+    duties: tl.tensor,
     LOGITS_STRIDE: tl.constexpr,
+    ADJUSTED_STRIDE: tl.constexpr,
+    ADJUSTED: tl.constexpr,
     MOST_SUPPRESSED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
@@ -105,8 +139,15 @@ def _tiles_kernel(
     tiles = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-    x = _clean(tl.load(source + ids, mask=ids < VOCABULARY, other=float("-inf")))
-    if tl.load(positions + index) < tl.load(suppress_before + row):
+    is_adjusted = tl.zeros([], tl.int32)
+    if ADJUSTED:
+        is_adjusted = tl.load(duties + row)
+        adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
+    if ADJUSTED or (tl.program_id(1) + 1) * (TILE * AT_ONCE) > VOCABULARY:
+        x = _read(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
+    else:  # a look at each id's place costs as much as the sums
+        x = _clean(tl.load(source + ids))
+    if (is_adjusted == 0) & (tl.load(positions + index) < tl.load(suppress_before + row)):
         for i in range(0, tl.load(num_suppressed + row)):
             banned = tl.load(suppressed + row * MOST_SUPPRESSED + i)
             x = tl.where(ids == banned, float("-inf"), x)
@@ -114,7 +155,8 @@ def _tiles_kernel(
     top = tl.max(x, axis=1)
     heat = tl.load(temperature + row)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp((x - shift[:, None]) * (1.0 / tl.where(heat > 0.0, heat, 1.0))), axis=1)
+    factor = 1.4426950408889634 / tl.where(heat > 0.0, heat, 1.0)
+    total = tl.sum(tl.exp2((x - shift[:, None]) * factor), axis=1)
     target = index * TILES + tiles
     tl.store(tops + target, top, mask=tiles < TILES)
     tl.store(sums + target, total, mask=tiles < TILES)
@@ -177,9 +219,12 @@ def _list_tiles(
 @jit
 def _read_tiles(
     source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
     tiles_list: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
+    ADJUSTED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -188,12 +233,14 @@ def _read_tiles(
     slots = first + tl.arange(0, AT_ONCE)
     tiles = tl.load(tiles_list + slots, mask=slots < count, other=0)
     ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    return _clean(tl.load(source + ids, mask=(slots < count)[:, None] & (ids < VOCABULARY), other=float("-inf")))
+    return _read(source, adjusted, is_adjusted, ids, (slots < count)[:, None] & (ids < VOCABULARY), ADJUSTED)
 
 
 @jit
 def _search(
     source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
     tops: tl.tensor,
     tiles_list: tl.tensor,
     candidates: tl.tensor,
@@ -202,6 +249,7 @@ def _search(
     highest: tl.tensor,
     heat: tl.tensor,
     BY_COUNT: tl.constexpr,
+    ADJUSTED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
@@ -223,7 +271,7 @@ def _search(
     doubtful = 0
     least = highest
     for first in range(0, listed, AT_ONCE):
-        x = _read_tiles(source, tiles_list, first, listed, VOCABULARY, TILE, AT_ONCE)
+        x = _read_tiles(source, adjusted, is_adjusted, tiles_list, first, listed, ADJUSTED, VOCABULARY, TILE, AT_ONCE)
         chosen = (x >= low) & (x > float("-inf"))
         doubtful += tl.sum(tl.sum(chosen.to(tl.int32), axis=1), axis=0)
         least = tl.minimum(least, tl.min(tl.min(tl.where(chosen, x, float("inf")), axis=1), axis=0))
@@ -233,7 +281,9 @@ def _search(
         measure = tl.zeros([AT_ONCE, TILE], tl.float32)
         found = tl.zeros([AT_ONCE, TILE], tl.int32)
         for first in range(0, listed, AT_ONCE):
-            x = _read_tiles(source, tiles_list, first, listed, VOCABULARY, TILE, AT_ONCE)
+            x = _read_tiles(
+                source, adjusted, is_adjusted, tiles_list, first, listed, ADJUSTED, VOCABULARY, TILE, AT_ONCE
+            )
             chosen = (x >= middle) & (x < high)
             found += chosen.to(tl.int32)
             if not BY_COUNT:
@@ -255,7 +305,9 @@ def _search(
     if doubtful <= CANDIDATES:
         filled = 0
         for first in range(0, listed, AT_ONCE):
-            x = _read_tiles(source, tiles_list, first, listed, VOCABULARY, TILE, AT_ONCE)
+            x = _read_tiles(
+                source, adjusted, is_adjusted, tiles_list, first, listed, ADJUSTED, VOCABULARY, TILE, AT_ONCE
+            )
             chosen = (x >= low) & (x < high)
             counts = tl.sum(chosen.to(tl.int32), axis=1)
             place = filled + (tl.cumsum(counts, axis=0) - counts)[:, None] + tl.cumsum(chosen.to(tl.int32), axis=1) - 1
@@ -280,20 +332,298 @@ def _between(low: tl.tensor, upper: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _threshold_kernel(
-    thresholds: tl.tensor,
+def _list_candidates(
+    source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
+    tiles_list: tl.tensor,
+    listed: tl.tensor,
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
+    low: tl.tensor,
+    ADJUSTED: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+) -> tl.tensor:
+    """Write the logits of at least `low`, in the order of ids, and their ids; returns how many there are. Where that
+    is more than there is room for, it stops, and what it wrote is of no use."""
+    filled = 0
+    first = 0
+    while (first < listed) & (filled <= CANDIDATES):
+        slots = first + tl.arange(0, AT_ONCE)
+        tiles = tl.load(tiles_list + slots, mask=slots < listed, other=0)
+        ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        inside = (slots < listed)[:, None] & (ids < VOCABULARY)
+        x = _read(source, adjusted, is_adjusted, ids, inside, ADJUSTED)
+        chosen = (x >= low) & (x > float("-inf"))
+        counts = tl.sum(chosen.to(tl.int32), axis=1)
+        place = filled + (tl.cumsum(counts, axis=0) - counts)[:, None] + tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+        chosen &= place < CANDIDATES
+        tl.store(candidates + place, x, mask=chosen)
+        tl.store(candidate_ids + place, ids, mask=chosen)
+        filled += tl.sum(counts, axis=0)
+        first += AT_ONCE
+    tl.debug_barrier()
+    return filled
+
+
+@jit
+def _draw_candidate(
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
+    filled: tl.tensor,
+    low: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    uniform: tl.tensor,
+    heat: tl.tensor,
+    k: tl.tensor,
+    nucleus: tl.tensor,
+    share: tl.tensor,
+    VOCABULARY: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """A token of the candidates, which hold all that the filters keep; `total` sums over the whole vocabulary."""
+    places = tl.arange(0, SIZE)
+    x = tl.load(candidates + places, mask=places < filled, other=float("-inf"))
+    weights = tl.exp((x - highest) * (1.0 / heat))
+    threshold = low
+    if (k > 0) & (k < VOCABULARY):
+        threshold = _largest(x, (places < filled).to(tl.float32), 0.0, k.to(tl.float32), low, highest, 8)
+        weights = tl.where(x >= threshold, weights, 0.0)
+        total = tl.sum(weights, axis=0)
+    if nucleus < 1.0:
+        threshold = _largest(x, weights, 0.0, nucleus * total, threshold, highest, 8)
+    if share > 0.0:
+        threshold = tl.maximum(threshold, highest + heat * tl.log(share))
+    kept = tl.where(x >= threshold, weights, 0.0).to(tl.float64)
+    reached = tl.cumsum(kept, axis=0)
+    target = uniform * tl.max(reached, axis=0)
+    # rounding may leave the target above every sum: then the last with a share
+    place = tl.minimum(tl.sum((reached < target).to(tl.int32), axis=0), tl.max(tl.where(kept > 0.0, places, 0), axis=0))
+    return tl.load(candidate_ids + place)
+
+
+@jit
+def _threshold(
+    source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
     tops: tl.tensor,
     sums: tl.tensor,
     lists: tl.tensor,
     candidates: tl.tensor,
+    low: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    heat: tl.tensor,
+    k: tl.tensor,
+    nucleus: tl.tensor,
+    share: tl.tensor,
+    ADJUSTED: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+) -> tl.tensor:
+    """The smallest logit that the filters keep, where too many may be; `sums` become those of the kept tokens."""
+    factor = 1.0 / heat
+    threshold = low
+    if (k > 0) & (k < VOCABULARY):
+        threshold = _search(
+            source, adjusted, is_adjusted, tops, lists, candidates, low, k.to(tl.float32), highest, heat, True,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE, AT_ONCE, CANDIDATES,
+        )  # fmt: skip
+        total = 0.0
+        listed = _list_tiles(tops, lists, threshold, TILES, TILES_PAD)
+        for first in range(0, listed, AT_ONCE):
+            x = _read_tiles(source, adjusted, is_adjusted, lists, first, listed, ADJUSTED, VOCABULARY, TILE, AT_ONCE)
+            total += tl.sum(tl.sum(tl.where(x >= threshold, tl.exp((x - highest) * factor), 0.0), axis=1), axis=0)
+    if nucleus < 1.0:
+        threshold = _search(
+            source, adjusted, is_adjusted, tops, lists, candidates, threshold, nucleus * total, highest, heat, False,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE, AT_ONCE, CANDIDATES,
+        )  # fmt: skip
+    if share > 0.0:
+        threshold = tl.maximum(threshold, highest + heat * tl.log(share))
+    tiles = tl.arange(0, TILES_PAD)
+    tl.store(sums + tiles, 0.0, mask=tiles < TILES)
+    listed = _list_tiles(tops, lists, threshold, TILES, TILES_PAD)
+    for first in range(0, listed, AT_ONCE):
+        slots = first + tl.arange(0, AT_ONCE)
+        tile = tl.load(lists + slots, mask=slots < listed, other=0)
+        peak = tl.load(tops + tile)
+        x = _read_tiles(source, adjusted, is_adjusted, lists, first, listed, ADJUSTED, VOCABULARY, TILE, AT_ONCE)
+        kept = tl.where(x >= threshold, tl.exp((x - peak[:, None]) * factor), 0.0)
+        tl.store(sums + tile, tl.sum(kept, axis=1), mask=slots < listed)
+    tl.debug_barrier()
+    return threshold
+
+
+@jit
+def _draw_from_tiles(
+    source: tl.tensor,
+    adjusted: tl.tensor,
+    is_adjusted: tl.tensor,
+    peaks: tl.tensor,
+    sums: tl.tensor,
+    highest: tl.tensor,
+    threshold: tl.tensor,
+    uniform: tl.tensor,
+    heat: tl.tensor,
+    ADJUSTED: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """A token of those at or above the threshold, whose sums over tiles are given."""
+    tiles = tl.arange(0, TILES_PAD)
+    factor = 1.0 / heat
+    weights = tl.load(sums + tiles, mask=tiles < TILES, other=0.0)
+    weights = tl.where(peaks == float("-inf"), 0.0, weights * tl.exp((peaks - highest) * factor)).to(tl.float64)
+    reached = tl.cumsum(weights, axis=0)
+    target = uniform * tl.max(reached, axis=0)
+    # rounding may leave the target above every sum: then the last with a share
+    tile = tl.minimum(
+        tl.sum((reached < target).to(tl.int32), axis=0), tl.max(tl.where(weights > 0.0, tiles, 0), axis=0)
+    )
+    before = tl.max(tl.where(tiles < tile, reached, 0.0), axis=0)
+    places = tl.arange(0, TILE)
+    ids = tile * TILE + places
+    x = _read(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
+    shares = tl.where(x >= threshold, tl.exp((x - highest) * factor), 0.0)
+    count = tl.sum((before + tl.cumsum(shares.to(tl.float64), axis=0) < target).to(tl.int32), axis=0)
+    return tile * TILE + tl.minimum(count, tl.max(tl.where(shares > 0.0, places, 0), axis=0))
+
+
+@jit
+def _draw_kernel(
+    token_ids: tl.tensor,
+    row_token_ids: tl.tensor,
+    is_wide: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    lists: tl.tensor,
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
     logits: tl.tensor,
+    adjusted: tl.tensor,
     rows: tl.tensor,
+    positions: tl.tensor,
     num_rows: tl.tensor,
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
+    seed: tl.tensor,
+    choice: tl.tensor,
+    duties: tl.tensor,
     LOGITS_STRIDE: tl.constexpr,
+    ADJUSTED_STRIDE: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    FILTERS: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    FEW: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+) -> None:
+    index = tl.program_id(0)
+    if index >= tl.load(num_rows):
+        return
+    row = tl.load(rows + index)
+    heat = tl.load(temperature + row)
+    is_adjusted = tl.zeros([], tl.int32)
+    filtered = index < 0
+    if ADJUSTED:
+        is_adjusted = tl.load(duties + row)
+        adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
+    if FILTERS:
+        k = tl.load(top_k + row)
+        nucleus = tl.load(top_p + row)
+        share = tl.load(min_p + row)
+        filtered = ((k > 0) & (k < VOCABULARY)) | (nucleus < 1.0) | (share > 0.0)
+        if ADJUSTED:
+            filtered &= (is_adjusted & 2) == 0  # `FILTERS` of `logit_adjustment`
+    tops += index * TILES
+    sums += index * TILES
+    source = logits + index.to(tl.int64) * LOGITS_STRIDE
+    tiles = tl.arange(0, TILES_PAD)
+    peaks = tl.load(tops + tiles, mask=tiles < TILES, other=float("-inf"))
+    highest = tl.max(peaks, axis=0)
+    token = tl.zeros([], tl.int32)
+    wide = tl.zeros([], tl.int32)
+    if heat <= 0.0:
+        tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)
+        places = tl.arange(0, TILE)
+        ids = tile * TILE + places
+        x = _read(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
+        token = tile * TILE + tl.min(tl.where(x == highest, places, TILE - 1), axis=0)
+    else:
+        highest = tl.where(highest == float("-inf"), 0.0, highest)  # a broken row: its difference to itself is a number
+        uniform = uniform_draw(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row), 0)
+        if filtered == 0:
+            token = _draw_from_tiles(
+                source, adjusted, is_adjusted, peaks, sums, highest, float("-inf"), uniform, heat,
+                ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
+            )  # fmt: skip
+        if FILTERS:  # noqa: SIM102 # a constant of the kernel, apart from what a row asks for
+            if filtered:
+                lists += index * TILES
+                candidates += index.to(tl.int64) * CANDIDATES
+                candidate_ids += index.to(tl.int64) * CANDIDATES
+                total = _total(peaks, sums, highest, heat, TILES, TILES_PAD)
+                low = _lower_bound(peaks, highest, total, heat, k, nucleus, share, VOCABULARY, TILES, TILES_PAD)
+                listed = _list_tiles(tops, lists, low, TILES, TILES_PAD)
+                filled = _list_candidates(
+                    source, adjusted, is_adjusted, lists, listed, candidates, candidate_ids, low,
+                    ADJUSTED, VOCABULARY, TILE, AT_ONCE, FEW,
+                )  # fmt: skip
+                if filled <= FEW:
+                    token = _draw_candidate(
+                        candidates, candidate_ids, filled, low, highest, total, uniform, heat, k, nucleus, share,
+                        VOCABULARY, FEW,
+                    )  # fmt: skip
+                wide = (filled > FEW).to(tl.int32)
+    if FILTERS:
+        tl.store(is_wide + index, wide)
+    token = tl.minimum(token, VOCABULARY - 1)
+    tl.store(token_ids + index, token)
+    tl.store(row_token_ids + row, token)
+
+
+@jit
+def _draw_wide_kernel(
+    token_ids: tl.tensor,
+    row_token_ids: tl.tensor,
+    is_wide: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    lists: tl.tensor,
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
+    logits: tl.tensor,
+    adjusted: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    num_rows: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    seed: tl.tensor,
+    choice: tl.tensor,
+    duties: tl.tensor,
+    LOGITS_STRIDE: tl.constexpr,
+    ADJUSTED_STRIDE: tl.constexpr,
+    ADJUSTED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
@@ -304,130 +634,111 @@ def _threshold_kernel(
     index = tl.program_id(0)
     if index >= tl.load(num_rows):
         return
+    if tl.load(is_wide + index) == 0:
+        return
     row = tl.load(rows + index)
     heat = tl.load(temperature + row)
     k = tl.load(top_k + row)
     nucleus = tl.load(top_p + row)
     share = tl.load(min_p + row)
-    if (heat <= 0.0) | (((k <= 0) | (k >= VOCABULARY)) & (nucleus >= 1.0) & (share <= 0.0)):
-        tl.store(thresholds + index, float("-inf"))
-        return
+    is_adjusted = tl.zeros([], tl.int32)
+    if ADJUSTED:
+        is_adjusted = tl.load(duties + row)
+        adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
     tops += index * TILES
     sums += index * TILES
     lists += index * TILES
     candidates += index.to(tl.int64) * CANDIDATES
+    candidate_ids += index.to(tl.int64) * CANDIDATES
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-
     tiles = tl.arange(0, TILES_PAD)
     peaks = tl.load(tops + tiles, mask=tiles < TILES, other=float("-inf"))
     highest = tl.max(peaks, axis=0)
-    factor = 1.0 / heat
-    total = tl.sum(tl.load(sums + tiles, mask=tiles < TILES, other=0.0) * tl.exp((peaks - highest) * factor), axis=0)
-    threshold = tl.full([], float("-inf"), tl.float32)
-    if (k > 0) & (k < VOCABULARY):
-        # the k-th largest logit is no less than the k-th largest of the tiles' maxima
-        low = _largest(peaks, (tiles < TILES).to(tl.float32), 0.0, k.to(tl.float32), threshold, highest, 8)
-        threshold = _search(
-            source, tops, lists, candidates, low, k.to(tl.float32), highest, heat, True,
-            VOCABULARY, TILES, TILES_PAD, TILE, AT_ONCE, CANDIDATES,
+    uniform = uniform_draw(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row), 0)
+    total = _total(peaks, sums, highest, heat, TILES, TILES_PAD)
+    low = _lower_bound(peaks, highest, total, heat, k, nucleus, share, VOCABULARY, TILES, TILES_PAD)
+    listed = _list_tiles(tops, lists, low, TILES, TILES_PAD)
+    filled = _list_candidates(
+        source, adjusted, is_adjusted, lists, listed, candidates, candidate_ids, low,
+        ADJUSTED, VOCABULARY, TILE, AT_ONCE, CANDIDATES,
+    )  # fmt: skip
+    token = tl.zeros([], tl.int32)
+    if filled <= CANDIDATES:
+        token = _draw_candidate(
+            candidates, candidate_ids, filled, low, highest, total, uniform, heat, k, nucleus, share,
+            VOCABULARY, CANDIDATES,
         )  # fmt: skip
-        total = 0.0
-        listed = _list_tiles(tops, lists, threshold, TILES, TILES_PAD)
-        for first in range(0, listed, AT_ONCE):
-            x = _read_tiles(source, lists, first, listed, VOCABULARY, TILE, AT_ONCE)
-            total += tl.sum(tl.sum(tl.where(x >= threshold, tl.exp((x - highest) * factor), 0.0), axis=1), axis=0)
-    if nucleus < 1.0:
-        # tokens that each hold less than (1 - top_p) / vocabulary hold together less than what may be left out
-        least = highest + heat * tl.log((1.0 - nucleus) * total * (0.5 / VOCABULARY))
-        threshold = _search(
-            source, tops, lists, candidates, tl.maximum(threshold, least), nucleus * total, highest, heat, False,
-            VOCABULARY, TILES, TILES_PAD, TILE, AT_ONCE, CANDIDATES,
-        )  # fmt: skip
-    if share > 0.0:
-        threshold = tl.maximum(threshold, highest + heat * tl.log(share))
-
-    # what the draw needs: sums of kept tokens
-    tl.store(sums + tiles, 0.0, mask=tiles < TILES)
-    listed = _list_tiles(tops, lists, threshold, TILES, TILES_PAD)
-    for first in range(0, listed, AT_ONCE):
-        slots = first + tl.arange(0, AT_ONCE)
-        tile = tl.load(lists + slots, mask=slots < listed, other=0)
-        peak = tl.load(tops + tile)
-        x = _read_tiles(source, lists, first, listed, VOCABULARY, TILE, AT_ONCE)
-        kept = tl.where(x >= threshold, tl.exp((x - peak[:, None]) * factor), 0.0)
-        tl.store(sums + tile, tl.sum(kept, axis=1), mask=slots < listed)
-    tl.store(thresholds + index, threshold)
-
-
-@jit
-def _draw_kernel(
-    token_ids: tl.tensor,
-    row_token_ids: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    thresholds: tl.tensor,
-    logits: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    num_rows: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    choice: tl.tensor,
-    LOGITS_STRIDE: tl.constexpr,
-    VOCABULARY: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    FILTERS: tl.constexpr,
-) -> None:
-    index = tl.program_id(0)
-    if index >= tl.load(num_rows):
-        return
-    row = tl.load(rows + index)
-    heat = tl.load(temperature + row)
-    tiles = tl.arange(0, TILES_PAD)
-    peaks = tl.load(tops + index * TILES + tiles, mask=tiles < TILES, other=float("-inf"))
-    highest = tl.max(peaks, axis=0)
-    tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)
-    before = tl.zeros([], tl.float64)
-    target = before
-    if heat > 0.0:
-        weights = tl.load(sums + index * TILES + tiles, mask=tiles < TILES, other=0.0)
-        weights = tl.where(peaks == float("-inf"), 0.0, weights * tl.exp((peaks - highest) * (1.0 / heat)))
-        weights = weights.to(tl.float64)
-        reached = tl.cumsum(weights, axis=0)
-        uniform = _uniform(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row))
-        target = uniform * tl.max(reached, axis=0)
-        # rounding may leave the target above every sum: then the last with a share
-        tile = tl.minimum(
-            tl.sum((reached < target).to(tl.int32), axis=0), tl.max(tl.where(weights > 0.0, tiles, 0), axis=0)
-        )
-        before = tl.max(tl.where(tiles < tile, reached, 0.0), axis=0)
-
-    places = tl.arange(0, TILE)
-    ids = tile * TILE + places
-    x = tl.load(logits + index.to(tl.int64) * LOGITS_STRIDE + ids, mask=ids < VOCABULARY, other=float("-inf"))
-    x = _clean(x)
-    if heat > 0.0:
-        shares = tl.exp((x - highest) * (1.0 / heat))
-        if FILTERS:
-            shares = tl.where(x >= tl.load(thresholds + index), shares, 0.0)
-        count = tl.sum((before + tl.cumsum(shares.to(tl.float64), axis=0) < target).to(tl.int32), axis=0)
-        place = tl.minimum(count, tl.max(tl.where(shares > 0.0, places, 0), axis=0))
     else:
-        place = tl.min(tl.where(x == highest, places, TILE - 1), axis=0)
-    token = tl.minimum(tile * TILE + place, VOCABULARY - 1)
+        threshold = _threshold(
+            source, adjusted, is_adjusted, tops, sums, lists, candidates, low, highest, total, heat,
+            k, nucleus, share, ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE, AT_ONCE, CANDIDATES,
+        )  # fmt: skip
+        token = _draw_from_tiles(
+            source, adjusted, is_adjusted, peaks, sums, highest, threshold, uniform, heat,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
+        )  # fmt: skip
+    token = tl.minimum(token, VOCABULARY - 1)
     tl.store(token_ids + index, token)
     tl.store(row_token_ids + row, token)
 
 
 @jit
-def _uniform(seed: tl.tensor, position: tl.tensor, choice: tl.tensor) -> tl.tensor:
-    """A number in (0, 1] from Philox4x32-10, as float64."""
+def _total(
+    peaks: tl.tensor, sums: tl.tensor, highest: tl.tensor, heat: tl.tensor, TILES: tl.constexpr, TILES_PAD: tl.constexpr
+) -> tl.tensor:
+    """The sum of exp((logit - highest) / heat) over the vocabulary."""
+    tiles = tl.arange(0, TILES_PAD)
+    weights = tl.load(sums + tiles, mask=tiles < TILES, other=0.0) * tl.exp((peaks - highest) * (1.0 / heat))
+    return tl.sum(tl.where(peaks == float("-inf"), 0.0, weights), axis=0)
+
+
+@jit
+def _lower_bound(
+    peaks: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    heat: tl.tensor,
+    k: tl.tensor,
+    nucleus: tl.tensor,
+    share: tl.tensor,
+    VOCABULARY: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+) -> tl.tensor:
+    """What the filters keep is at least this, as the tiles' maxima and the sum over all tell."""
+    lowest = tl.full([], float("-inf"), tl.float32)
+    low = lowest
+    tiles = tl.arange(0, TILES_PAD)
+    if (k > 0) & (k < VOCABULARY):
+        # the k-th largest logit is no less than the k-th largest of the tiles' maxima
+        low = _largest(peaks, (tiles < TILES).to(tl.float32), 0.0, k.to(tl.float32), lowest, highest, 8)
+    elif nucleus < 1.0:
+        # tokens that each hold less than (1 - top_p) / vocabulary hold together less than what may be left out; and the
+        # maxima alone may hold top_p, rounding apart
+        held = tl.where(peaks == float("-inf"), 0.0, tl.exp((peaks - highest) * (1.0 / heat)))
+        low = _largest(peaks, held, 0.0, nucleus * total * 1.0001, lowest, highest, 8)
+        low = tl.maximum(low, highest + heat * tl.log((1.0 - nucleus) * total * (0.5 / VOCABULARY)))
+    if (share > 0.0) & ((k <= 0) | (k >= VOCABULARY) | (nucleus >= 1.0)):
+        # what min-p drops counts among what top-p holds a share of, where that follows top-k
+        low = tl.maximum(low, highest + heat * tl.log(share))
+    return low
+
+
+@jit
+def uniform_draw(seed: tl.tensor, position: tl.tensor, choice: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
+    """A number in (0, 1] from Philox4x32-10, as float64. Each stream has numbers of its own."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = (position >> 32).to(tl.uint32)
-    word, _, _, _ = tl.philox(seed, low, high, choice.to(tl.uint32), tl.zeros_like(low))
+    word, _, _, _ = tl.philox(seed, low, high, choice.to(tl.uint32), tl.zeros_like(low) + STREAM)
     return (((word >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08).to(tl.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustedLogits:
+    """Logits of rows that do more to them than `sample` does."""
+
+    duties: torch.Tensor  # [rows] int32: not 0 for such rows; bit 1: the row's filters have been at work, all of them
+    logits: torch.Tensor  # [n, at least vocabulary] float32, dense: read in place of the model's own for rows with any
 
 
 def sample(
@@ -441,6 +752,7 @@ def sample(
     vocabulary: int,
     token_ids: torch.Tensor,
     row_token_ids: torch.Tensor,
+    adjusted: AdjustedLogits | None = None,
     filters: bool = True,
 ) -> None:
     """Sample a token for each of the first `num_rows` rows of logits; nothing waits for the host.
@@ -448,17 +760,21 @@ def sample(
     logits [n, at least vocabulary], last dimension dense, any float type; logits of suppressed ids are overwritten with
     -infinity. rows [n] int32: the row whose settings count; positions [n] int32 or int64: the absolute position of the
     token to be sampled; num_rows [1] int32. The token of logits i goes to token_ids[i] and row_token_ids[rows[i]], both
-    int32. `filters=False` promises that no row uses top-k, top-p or min-p, and saves a launch.
+    int32. Rows with a duty are read from `adjusted`, where suppressed ids are not suppressed once more. `filters=False`
+    promises that no row uses top-k, top-p or min-p.
     """
     count = logits.shape[0]
     tiles = ceil_div(vocabulary, _TILE)
     padded = next_power_of_2(tiles)
     if not count:
         return
+    duties = rows if adjusted is None else adjusted.duties
+    others = logits if adjusted is None else adjusted.logits
     _tiles_kernel[(count, ceil_div(tiles, _TILES_AT_ONCE))](
         workspace.tops,
         workspace.sums,
         logits,
+        others,
         rows,
         positions,
         num_rows,
@@ -466,58 +782,62 @@ def sample(
         settings.suppress_before,
         settings.num_suppressed,
         settings.suppressed,
+        duties,
         LOGITS_STRIDE=logits.stride(0),
+        ADJUSTED_STRIDE=others.stride(0),
+        ADJUSTED=adjusted is not None,
         MOST_SUPPRESSED=settings.suppressed.shape[1],
         VOCABULARY=vocabulary,
         TILES=tiles,
         TILE=_TILE,
         AT_ONCE=_TILES_AT_ONCE,
-        num_warps=8,
+        num_warps=_TILES_WARPS,
     )
-    if filters:
-        _threshold_kernel[(count,)](
-            workspace.thresholds,
-            workspace.tops,
-            workspace.sums,
-            workspace.lists,
-            workspace.candidates,
-            logits,
-            rows,
-            num_rows,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            LOGITS_STRIDE=logits.stride(0),
-            VOCABULARY=vocabulary,
-            TILES=tiles,
-            TILES_PAD=padded,
-            TILE=_TILE,
-            AT_ONCE=2 * _TILES_AT_ONCE,
-            CANDIDATES=workspace.candidates.shape[1],
-            num_warps=16,
-        )
-    _draw_kernel[(count,)](
+    candidates = workspace.candidates.shape[1]
+    arguments = (
         token_ids,
         row_token_ids,
+        workspace.is_wide,
         workspace.tops,
         workspace.sums,
-        workspace.thresholds,
+        workspace.lists,
+        workspace.candidates,
+        workspace.candidate_ids,
         logits,
+        others,
         rows,
         positions,
         num_rows,
         settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.min_p,
         settings.seed,
         settings.choice,
-        LOGITS_STRIDE=logits.stride(0),
-        VOCABULARY=vocabulary,
-        TILES=tiles,
-        TILES_PAD=padded,
-        TILE=_TILE,
-        FILTERS=filters,
-        num_warps=4,
+        duties,
     )
+    sizes = {
+        "LOGITS_STRIDE": logits.stride(0),
+        "ADJUSTED_STRIDE": others.stride(0),
+        "ADJUSTED": adjusted is not None,
+        "VOCABULARY": vocabulary,
+        "TILES": tiles,
+        "TILES_PAD": padded,
+        "TILE": _TILE,
+        "CANDIDATES": candidates,
+    }
+    few = min(_FEW, candidates)
+    _draw_kernel[(count,)](
+        *arguments,
+        **sizes,
+        AT_ONCE=_LISTED_AT_ONCE,
+        FEW=few,
+        FILTERS=filters,
+        num_warps=_DRAW_WARPS,
+        maxnreg=_DRAW_REGISTERS,
+    )
+    if filters:
+        _draw_wide_kernel[(count,)](*arguments, **sizes, AT_ONCE=_WIDE_AT_ONCE, num_warps=_WIDE_WARPS)
 
 
 def sample_reference(
@@ -565,10 +885,10 @@ def _kept(x: torch.Tensor, weights: torch.Tensor, settings: RowSettings, row: in
     return kept
 
 
-def philox4x32(seed: int, position: int, choice: int) -> tuple[int, ...]:
+def philox4x32(seed: int, position: int, choice: int, stream: int = 0) -> tuple[int, ...]:
     """The four words of Philox4x32-10 for a draw."""
     mask = 0xFFFFFFFF
-    counter = [position & mask, position >> 32, choice, 0]
+    counter = [position & mask, position >> 32, choice, stream]
     key = [seed & mask, seed >> 32]
     for _ in range(10):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]

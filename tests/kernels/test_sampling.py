@@ -213,15 +213,15 @@ def test_random_settings(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("x = _clean(tl.load(source + ids, mask=ids < VOC", "x = _clean(tl.load(source + ids, mask=ids < 20 + VOC"),
+        ("inside = (slots < listed)[:, None] & (ids < VOCABULARY)", "inside = (slots < listed)[:, None]"),
+        ("ids < VOCABULARY, ADJUSTED)\n    else", "ids < 20 + VOCABULARY, ADJUSTED)\n    else"),
         ("tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)", "tile = tl.program_id(0) + TILES - 1"),
         ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
         ("before = tl.max(tl.where(tiles < tile", "before = tl.max(tl.where(tiles < tile - 1"),
-        ("shares = tl.where(x >= tl.load(thresholds + index), shares, 0.0)", "shares += 0.0"),
-        ("kept = tl.where(x >= threshold", "kept = tl.where(x > threshold"),
+        ("kept = tl.where(x >= threshold, weights, 0.0)", "kept = tl.where(x > threshold, weights, 0.0)"),
         ("(above + sums >= need)", "(above + sums + 1.0 >= need)"),
-        ("nucleus * total, highest", "nucleus, highest"),
-        ("tl.load(choice + row)", "tl.load(choice + index)"),
+        ("0.0, nucleus * total, threshold", "0.0, nucleus, threshold"),
+        ("tl.load(choice + row), 0)\n        if filtered", "tl.load(choice + row) + 1, 0)\n        if filtered"),
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:

@@ -162,6 +162,7 @@ class LogitsOutliveRow(Scheduler):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
+
         def preempt(request: Request) -> None:
             kept = request.id in self._rows._kept
             original(request)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
+from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_program import StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
+from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import Int32Array, StepPlan
 from asyncllm.kernels.block_copy import copy_blocks
 
@@ -46,6 +50,14 @@ def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What belongs to a step until it is complete."""
+
+    kept: tuple[Tensor, ...]  # what its launches read
+    told: StepTold | None  # the log-probabilities that it is to tell
+
+
 class CudaExecutor:
     """Owns everything that is on the device. Used from one thread at a time, the device being the current one."""
 
@@ -56,6 +68,8 @@ class CudaExecutor:
         self._ring = ring
         self._cache = cache
         self._settings = rows.settings  # those that the graphs hold
+        self._adjusted = rows.adjustments.rows  # likewise
+        self._requests = rows.scores.requests  # likewise
         self._sizes = graph_sizes(ring.layout.tokens)
         self._graphs: dict[StepKind, Graph | None] = {}  # None: it could not be captured
         self._patience = 0
@@ -63,6 +77,8 @@ class CudaExecutor:
         self._failures: dict[StepKind, int] = {}
         self._memory: MutableMapping[str, int] = {}
         self._uncaptured: StepKind | None = None
+        self._decode_rows: Int32Array | None = None  # whose use of the sampler is known
+        self._decode_use = SamplerUse.PLAIN
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -77,10 +93,10 @@ class CudaExecutor:
         self._patience = PATIENCE
         self._memory = memory_bytes
 
-    def enqueue(self, plan: StepPlan, turn: int) -> tuple[Tensor, ...]:
-        """Launch a step, which is the `turn`th of the ring. Returns what must be kept until it is complete."""
+    def enqueue(self, plan: StepPlan, turn: int) -> Launched:
+        """Launch a step, which is the `turn`th of the ring."""
         kept: tuple[Tensor, ...] = ()
-        if plan.joins or len(plan.copies):
+        if plan.joins or plan.chunks or len(plan.copies):
             kept = self._prepare(plan)
         edits = plan.tables
         tables = self._rows.tables
@@ -91,14 +107,17 @@ class CudaExecutor:
             entries = entries[:room]
         kind = self._kind(plan)
         self._ring.write(turn, plan, entries, size_tokens=kind.tokens, size_sampled=self._program.sampled(kind))
-        if (graph := self._graphs.get(kind)) is not None:
+        asking, reader = self._rows.scores.asking(plan), self._reader(plan)
+        told = StepTold(self._rows.scores, turn, asking) if asking or reader is not None else None
+        by_hand = told is not None and (reader is not None or bool(told.whole_places()))
+        if (graph := self._graphs.get(kind)) is not None and not by_hand:
             graph.launch()
         else:
             with self._space.entered():
-                self._program.run(kind)
-            if kind.tokens <= self._sizes[-1] and kind not in self._graphs:
+                self._program.run(kind, told if by_hand else None, reader)
+            if not by_hand and kind.tokens <= self._sizes[-1] and kind not in self._graphs:
                 self._uncaptured = kind
-        return kept
+        return Launched(kept, told)
 
     def capture(self) -> None:
         """Make a graph of the step just enqueued, if it lacks one: the next of its kind is launched by it."""
@@ -143,15 +162,23 @@ class CudaExecutor:
         with self._space.entered():
             if plan.joins:
                 kept = self._rows.join(plan.joins)
-                if self._rows.settings is not self._settings:
-                    self._settings = self._rows.settings
-                    self._space.stream.synchronize()  # rare: a request with more suppressed ids than any before
-                    self._drop_graphs()
+                self._forget_outgrown()
+            kept += self._rows.adjustments.take_chunks(plan.chunks)
             if len(plan.copies):
                 pairs = host_words(plan.copies, self._cache.device)
                 copy_blocks(self._cache, pairs)
                 kept += (pairs,)
         return kept
+
+    def _forget_outgrown(self) -> None:
+        """Rare: a request has more suppressed ids, biases or named ids than any before."""
+        before = self._settings, self._adjusted, self._requests
+        now = self._rows.settings, self._rows.adjustments.rows, self._rows.scores.requests
+        self._settings, self._adjusted, self._requests = now
+        if all(old is None or old is new for old, new in zip(before, now, strict=True)):
+            return  # no graph can hold what was not there
+        self._space.stream.synchronize()
+        self._drop_graphs()
 
     def _edit_tables(self, entries: Int32Array, blocks: Int32Array) -> tuple[Tensor, ...]:
         """The edits that a line of the ring has no room for."""
@@ -166,18 +193,41 @@ class CudaExecutor:
         """The smallest kind that has a graph, or is to get one."""
         chunks = bool(plan.chunks)
         tokens = plan.num_tokens if chunks else len(plan.decode_rows)
+        use = self._use(plan)
         if tokens > self._sizes[-1]:
-            return StepKind(tokens, chunks)
+            return StepKind(tokens, chunks, use)
         index = bisect_left(self._sizes, tokens)
-        best = StepKind(self._sizes[index], chunks)
+        best = StepKind(self._sizes[index], chunks, use)
         if best not in self._graphs:
             left = self._patience_left.setdefault(best, self._patience)
             if left > 0:
                 self._patience_left[best] = left - 1
-                for size in self._sizes[index + 1 :]:
-                    if (kind := StepKind(size, chunks)) in self._graphs:
-                        return kind
+                for size in self._sizes[index:]:
+                    for more in list(SamplerUse)[use:]:
+                        if (kind := StepKind(size, chunks, more)) in self._graphs:
+                            return kind
         return best
+
+    def _reader(self, plan: StepPlan) -> PromptReader | None:
+        """Of the log-probabilities that the step's chunks tell of prompts."""
+        parts = self._rows.prompt_parts(plan.chunks)
+        if not parts:
+            return None
+        decoding = len(plan.decode_rows) + (0 if plan.late is None else plan.late.decoding)
+        counts = np.array([len(chunk.token_ids) for chunk in plan.chunks])
+        return PromptReader(parts, decoding + np.cumsum(counts) - counts)
+
+    def _use(self, plan: StepPlan) -> SamplerUse:
+        """What the step's rows ask of the sampler. The decoding ones are looked at again only where they change."""
+        adjustments = self._rows.adjustments
+        if not adjustments.in_use:
+            return SamplerUse.PLAIN
+        if plan.decode_rows is not self._decode_rows or plan.joins:
+            self._decode_rows = plan.decode_rows
+            self._decode_use = adjustments.use(plan.decode_rows.tolist())
+        if not plan.chunks:
+            return self._decode_use
+        return max(self._decode_use, adjustments.use(chunk.row for chunk in plan.chunks))
 
     def _drop_graphs(self) -> None:
         for graph in self._graphs.values():

@@ -19,6 +19,7 @@ from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.step_ring import StepRing
+from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import StepPlan, StepResult
 from asyncllm.errors import EngineDead
 
@@ -61,14 +62,15 @@ class CudaRunner:
             raise NotImplementedError("late rows and further choices do not run on the GPU yet")
         ticket.idle.wait()
         try:
-            ticket.kept = executor.enqueue(plan, self._turn)
+            launched = executor.enqueue(plan, self._turn)
+            ticket.kept = launched.kept
             ticket.complete.record(executor.stream)
         except Exception as error:
             self._raise_fault(error)
             self._recover(executor)
             raise
         ticket.idle.clear()
-        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan.step, plan.num_sampled))
+        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan, launched.told))
         self._turn = (self._turn + 1) % STEPS
         executor.capture()
         return StepTicket(future)
@@ -81,12 +83,13 @@ class CudaRunner:
             self._ring = None
             executor.close(faulty=self._fault is not None)
 
-    def _complete(self, ticket: Ticket, turn: int, step: int, count: int) -> StepResult:
+    def _complete(self, ticket: Ticket, turn: int, plan: StepPlan, told: StepTold | None) -> StepResult:
         """On the waiting thread."""
         assert self._ring is not None
         try:
             ticket.complete.synchronize()
-            return StepResult(step, self._ring.read(turn, count))
+            token_ids = self._ring.read(turn, plan.num_sampled)
+            return StepResult(plan.step, token_ids, None if told is None else told.read(token_ids))
         except Exception as error:
             self._raise_fault(error)
             raise

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.engine.execution.device_adjustments import DeviceAdjustments
+from asyncllm.engine.execution.device_scores import DeviceScores
+from asyncllm.engine.execution.prompt_scores import PromptPart, prompt_part
 from asyncllm.engine.execution.step_ring import host_words
-from asyncllm.engine.plan import RowJoin
+from asyncllm.engine.plan import Chunk, Int32Array, LogprobsRequest, RowJoin
 from asyncllm.kernels.row_join import JOIN_SETTINGS, RECORD_WORDS, join_rows
 from asyncllm.kernels.sampling import RowSettings
 
@@ -37,11 +41,29 @@ assert _RECORD.itemsize == 4 * RECORD_WORDS
 assert tuple(_RECORD.fields or ())[: len(JOIN_SETTINGS)] == JOIN_SETTINGS
 
 
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """How much room there is."""
+
+    rows: int
+    groups: int  # of the cache
+    row_blocks: int  # entries of a block table, enough for the longest request
+    vocabulary: int
+    max_length: int  # tokens of the longest request
+    steps: int  # lines of the step ring
+
+
 class DeviceRows:
     """Tensors with one entry per row. Their addresses stay, so that CUDA graphs can hold them; but see `join`."""
 
-    def __init__(self, num_rows: int, num_groups: int, row_blocks: int, device: torch.device) -> None:
-        """`row_blocks`: entries of a block table, enough for the longest request."""
+    def __init__(self, sizes: RowSizes, device: torch.device, *, processed_logprobs: bool = False) -> None:
+        """`processed_logprobs`: log-probabilities are those of what is drawn from, not of the model's own logits."""
+        num_rows, num_groups, row_blocks = sizes.rows, sizes.groups, sizes.row_blocks
+        self.adjustments = DeviceAdjustments(
+            num_rows, sizes.vocabulary, sizes.max_length, device, processed_logprobs=processed_logprobs
+        )
+        self.scores = DeviceScores(num_rows, sizes.vocabulary, sizes.steps, device)
+        self._told_prompts: dict[int, tuple[Int32Array, LogprobsRequest]] = {}  # by row
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -58,8 +80,9 @@ class DeviceRows:
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
         """Requests take rows. Keep what is returned until the device has passed this.
 
-        Where a request has more suppressed ids than a row has room for, the room grows: `settings` has a new tensor
-        then, and graphs that hold the old one must not run any more.
+        Where a request has more suppressed ids, biases or named ids than a row has room for, the room grows: `settings`
+        (or `adjustments.rows`, `scores.requests`) has a new tensor then, and graphs that hold the old one must not run
+        any more.
         """
         records = np.zeros(len(joins), _RECORD)
         suppressed: list[int] = []
@@ -86,7 +109,23 @@ class DeviceRows:
         words = host_words(records.view(np.int32).reshape(-1, RECORD_WORDS), device)
         suppressed_words = host_words(np.array(suppressed or [0], np.int32), device)
         join_rows(self._settings, self._seeds, self._suppressed, words, suppressed_words)
-        return words, suppressed_words
+        for join in joins:
+            told = join.sampling.prompt_logprobs
+            self._told_prompts.pop(join.row, None)
+            if told is not None:
+                self._told_prompts[join.row] = (join.known()[: join.prompt_tokens], told)
+        return words, suppressed_words, *self.adjustments.join(joins), *self.scores.join(joins)
+
+    def prompt_parts(self, chunks: Sequence[Chunk]) -> Sequence[PromptPart]:
+        """What the chunks tell of prompts of which log-probabilities are asked for."""
+        if not self._told_prompts:
+            return ()
+        parts = [
+            prompt_part(index, chunk, *self._told_prompts[chunk.row])
+            for index, chunk in enumerate(chunks)
+            if chunk.row in self._told_prompts
+        ]
+        return [part for part in parts if part is not None]
 
     def _make_room(self, most: int) -> None:
         rows, room = self._suppressed.shape

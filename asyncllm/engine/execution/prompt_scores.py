@@ -38,14 +38,14 @@ class PromptReader:
 
     def __init__(self, parts: Sequence[PromptPart], chunk_firsts: NDArray[np.int64]) -> None:
         """`chunk_firsts`: where in the batch the first token of each of the step's chunks is."""
-        self._parts = parts
+        self.parts = parts
         self.places = np.concatenate([chunk_firsts[part.chunk] + np.arange(len(part.token_ids)) for part in parts])
         """[p] of the batch's tokens, those whose logits are read."""
 
     def read(self, features: Tensor, head: Callable[[Tensor], Tensor]) -> tuple[PromptLogprobs, ...]:
         """`features` [p, hidden] of `places`, of which the head makes logits."""
         found, at = [], 0
-        for part in self._parts:
+        for part in self.parts:
             count = len(part.token_ids)
             pieces = [
                 score_tokens(

@@ -22,11 +22,12 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes
 from asyncllm.engine.execution.cuda_loading import first_plans
-from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.device_adjustments import SamplerUse
+from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.kv_cache import make_cache_layout
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.plan import RowJoin, StepPlan
+from asyncllm.engine.plan import LogprobsRequest, RowJoin, StepPlan, StepResult, TokenScores
 from asyncllm.kernels.language import TRITON_AVAILABLE
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.parameter import Placement
@@ -36,6 +37,7 @@ from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.weights.source import resolve_source
 from asyncllm.weights.tensors import iterate_tensors
 from tests.engine.execution.plan_driver import GREEDY, Piece, PlanDriver, seeded
+from tests.engine.execution.short_prefixes import share_short_prefixes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, TOKENS, LENGTH, BLOCKS = 8, 24, 64, 64
@@ -98,6 +100,12 @@ class HostSpace:
         yield
 
 
+def check_scores(mine: TokenScores, theirs: TokenScores) -> None:
+    for name in ("offsets", "token_ids", "ranks"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
+    np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+
+
 class Twins:
     """The CPU runner and the GPU's executor, which are given the same plans."""
 
@@ -112,26 +120,40 @@ class Twins:
             load_weights(model, iterate_tensors(source))
             cache = layout.allocate(BLOCKS, torch.float32)
             ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
-            rows = DeviceRows(ROWS, len(layout.groups), -(-LENGTH // layout.block_size), torch.device("cpu"))
+            device = torch.device("cpu")
+            blocks = -(-LENGTH // layout.block_size)
+            rows = DeviceRows(RowSizes(ROWS, len(layout.groups), blocks, config.vocab_size, LENGTH, 4), device)
             program = StepProgram(model, layout, cache, rows, ring)
         space: Any = HostSpace()
         self.executor = CudaExecutor(space, program, rows, ring, cache)
         self.turn = 0
 
-    def launch(self, plan: StepPlan) -> list[int]:
-        self.executor.enqueue(plan, self.turn)
+    def launch(self, plan: StepPlan) -> StepResult:
+        launched = self.executor.enqueue(plan, self.turn)
         self.executor.capture()
-        tokens = self.ring.read(self.turn, plan.num_sampled).tolist()
+        tokens = self.ring.read(self.turn, plan.num_sampled)
         self.turn = (self.turn + 1) % 4
-        return tokens
+        return StepResult(plan.step, tokens, None if launched.told is None else launched.told.read(tokens))
+
+    def shared_units(self) -> int:
+        """Of the last step, in the layers without a window."""
+        plan = self.executor._program._plans[None]
+        return int(plan.small_units[: int(plan.totals[0]), 15].sum())
 
     async def run(self, copies: Any = None, **parts: Any) -> list[int]:
         plan = self.driver.plan(**parts)
         if copies is not None:
             plan = replace(plan, copies=copies)
-        expected = (await self.driver.runner.launch(plan).result).token_ids.tolist()
-        assert self.launch(plan) == expected
-        return expected
+        expected, actual = await self.driver.runner.launch(plan).result, self.launch(plan)
+        assert actual.token_ids.tolist() == expected.token_ids.tolist()
+        assert (actual.logprobs is None) == (expected.logprobs is None)
+        if actual.logprobs is not None and expected.logprobs is not None:
+            assert actual.logprobs.samples.tolist() == expected.logprobs.samples.tolist()
+            check_scores(actual.logprobs.sampled, expected.logprobs.sampled)
+            for mine, theirs in zip(actual.logprobs.prompts, expected.logprobs.prompts, strict=True):
+                assert (mine.chunk, mine.start) == (theirs.chunk, theirs.start)
+                check_scores(mine.scores, theirs.scores)
+        return actual.token_ids.tolist()
 
 
 SMALL = {
@@ -172,7 +194,10 @@ if INTERPRETED:
     @pytest.fixture(
         params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in MODELS],
     )
-    async def twins(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Twins]:
+    async def twins(
+        request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[Twins]:
+        share_short_prefixes(monkeypatch)
         path = write_tiny_model(tmp_path, config={**SMALL, **MODELS[request.param]})
         config = {"max_model_len": LENGTH, "max_batched_tokens": TOKENS, "num_blocks": BLOCKS, "block_size": 8}
         async with await PlanDriver.load(path, device="cpu", dtype="float32", **config) as driver:
@@ -194,6 +219,56 @@ if INTERPRETED:
         await twins.run(decode=[7, 0])
 
     @pytest.mark.blocks_loop
+    async def test_rows_that_adjust_their_logits(twins: Twins) -> None:
+        """Beside rows that do not; plain steps before and after; a row that is resumed; a row that follows one."""
+        prompts = np.random.default_rng(3).integers(3, 512, (4, 12)).tolist()
+        adjustments = twins.executor._rows.adjustments
+        await twins.run(joins=[RowJoin(2, 0, seeded(5), 12)], pieces=[Piece(2, 0, prompts[0])])
+        assert adjustments.rows is None
+        repeated = replace(GREEDY, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+        biased = seeded(9, top_p=0.8)
+        biased = replace(biased, logit_bias=tuple((i, 3.0) for i in range(0, 140)), banned=(3, 4), suppress_before=20)
+        biased = replace(biased, suppressed=(7, 8))
+        joins = [
+            RowJoin(6, 1, repeated, 12, np.array(prompts[1], np.int32)),
+            RowJoin(1, 2, biased, 12),
+            RowJoin(4, 3, replace(seeded(3), typical_p=0.7, xtc_probability=0.6, xtc_threshold=0.002), 2),
+        ]
+        pieces = [Piece(6, 0, prompts[1]), Piece(1, 0, prompts[2][:5], False), Piece(4, 0, [9, 10])]
+        await twins.run(joins=joins, pieces=pieces, decode=[2])
+        tokens = await twins.run(pieces=[Piece(1, 5, prompts[2][5:])], decode=[2, 6, 4])
+        for _ in range(2):
+            tokens = await twins.run(decode=[2, 6, 4, 1])
+        known = [*prompts[1], *tokens[1:2]]
+        narrow = replace(seeded(8), allowed=(40, 41, 500), temperature=3.0)
+        await twins.run(joins=[RowJoin(0, 4, narrow, 1)], pieces=[Piece(0, 0, [5])], decode=[6, 1])
+        resumed = RowJoin(4, 5, repeated, 12, np.array(known, np.int32))
+        assert (await twins.run(joins=[resumed], pieces=[Piece(4, 0, known)], decode=[0]))[0] in (40, 41, 500)
+        await twins.run(decode=[4, 0, 6])
+        await twins.run(joins=[RowJoin(6, 6, GREEDY, 3)], pieces=[Piece(6, 0, [3, 4, 5])])
+        assert adjustments.use([6, 2]) == SamplerUse.PLAIN
+        assert adjustments.use([6, 2, 4]) == SamplerUse.ADJUSTED
+        await twins.run(decode=[6, 2, 4])
+
+    @pytest.mark.blocks_loop
+    async def test_log_probabilities(twins: Twins) -> None:
+        """Of the chosen, the most likely, named ids, all; of prompts in chunks; beside rows that do not ask."""
+        prompts = np.random.default_rng(4).integers(3, 512, (4, 14)).tolist()
+        few = replace(seeded(1, top_k=9), logprobs=LogprobsRequest(3, (5, 500)))
+        banned = replace(GREEDY, suppress_before=30, suppressed=tuple(range(3, 300)), logprobs=LogprobsRequest(0))
+        told = replace(seeded(2), prompt_logprobs=LogprobsRequest(2), logprobs=LogprobsRequest(20), min_p=0.01)
+        joins = [RowJoin(5, 0, few, 9), RowJoin(0, 1, GREEDY, 5)]
+        await twins.run(joins=joins, pieces=[Piece(5, 0, prompts[0][:9]), Piece(0, 0, prompts[1][:5])])
+        joins = [RowJoin(2, 2, told, 14, np.array(prompts[2], np.int32)), RowJoin(7, 3, banned, 1)]
+        await twins.run(joins=joins, pieces=[Piece(2, 0, prompts[2][:6], False), Piece(7, 0, [9])], decode=[0, 5])
+        await twins.run(pieces=[Piece(2, 6, prompts[2][6:])], decode=[5, 7])
+        await twins.run(decode=[5, 7, 2, 0])
+        whole = replace(seeded(3), logprobs=LogprobsRequest(512, (4,)), prompt_logprobs=LogprobsRequest(512))
+        joins = [RowJoin(0, 4, whole, 3, np.array([3, 4, 5], np.int32)), RowJoin(2, 5, GREEDY, 2)]
+        await twins.run(joins=joins, pieces=[Piece(0, 0, [3, 4, 5]), Piece(2, 0, [7, 8])], decode=[7])
+        await twins.run(decode=[0, 2, 5])
+
+    @pytest.mark.blocks_loop
     async def test_blocks_are_copied_before_they_are_read(twins: Twins) -> None:
         prompt = np.random.default_rng(1).integers(3, 512, 15).tolist()
         await twins.run(joins=[RowJoin(0, 0, GREEDY, 15)], pieces=[Piece(0, 0, prompt)])
@@ -203,10 +278,26 @@ if INTERPRETED:
         await twins.run(decode=[0, 1])
 
     @pytest.mark.blocks_loop
+    async def test_common_prefixes_are_attended_once(twins: Twins) -> None:
+        prompt = np.random.default_rng(3).integers(3, 512, 38).tolist()
+        await twins.run(joins=[RowJoin(0, 0, GREEDY, 38)], pieces=[Piece(0, 0, prompt[:20], False)])
+        await twins.run(pieces=[Piece(0, 20, prompt[20:])])
+        for row, positions in ((1, 32), (2, 16)):
+            twins.driver.share(source=0, target=row, positions=positions)
+        pieces = [Piece(1, 32, [5, 6, 7]), Piece(2, 16, prompt[16:30])]
+        joins = [RowJoin(1, 1, GREEDY, 35), RowJoin(2, 2, seeded(4), 30)]
+        await twins.run(joins=joins, pieces=pieces, decode=[0], keep=[1, 2])
+        for decode in ([0, 1, 2], [2, 0, 1], [1, 2]):
+            await twins.run(decode=decode)
+            assert twins.shared_units() > 0
+        await twins.run(decode=[1])
+        assert twins.shared_units() == 0
+
+    @pytest.mark.blocks_loop
     @pytest.mark.full
     async def test_first_steps_leave_nothing_behind(twins: Twins) -> None:
         for plan in first_plans(ROWS, TOKENS, LENGTH):
-            assert len(twins.launch(plan)) == plan.num_sampled
+            assert len(twins.launch(plan).token_ids) == plan.num_sampled
         prompt = np.random.default_rng(2).integers(3, 512, 20).tolist()
         await twins.run(joins=[RowJoin(0, 0, GREEDY, 20)], pieces=[Piece(0, 0, prompt)])
         await twins.run(decode=[0])

@@ -1,0 +1,211 @@
+"""Sampling on a GPU: times of whole batches beside reading the logits once, and beside a sampler that sorts.
+
+    python -m benchmarks.sampling [--rows 256] [--vocabulary 151936] [--sweep] [--output FILE]
+
+Times are of launches replayed from a CUDA graph, over copies of the logits that no cache holds. `--sweep` tries other
+sizes of tiles and programs than those that the kernels are set to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from asyncllm.kernels import sampling
+from benchmarks.kernels import DEVICE, seconds_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of every row of a batch."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+SETTINGS = {
+    "greedy": Setting(temperature=0.0),
+    "temperature": Setting(0.7),
+    "top-k 50, top-p 0.9": Setting(0.7, 50, 0.9),
+    "top-k 20, top-p 0.95, min-p 0.05": Setting(0.6, 20, 0.95, 0.05),
+    "top-k 1000, top-p 0.9": Setting(1.0, 1000, 0.9),
+    "top-p 0.9": Setting(1.0, 0, 0.9),
+    "min-p 0.1": Setting(1.0, 0, 1.0, 0.1),
+}
+# How wide the logits spread: as a language model's that knows what comes, and as one's that does not.
+SPREADS = {"peaked": 4.0, "flat": 1.0}
+
+
+def make_settings(setting: Setting, rows: int) -> sampling.RowSettings:
+    def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=DEVICE)
+
+    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros_like(numbers)
+    return sampling.RowSettings(
+        temperature=fill(setting.temperature, torch.float32),
+        top_k=fill(setting.top_k, torch.int32),
+        top_p=fill(setting.top_p, torch.float32),
+        min_p=fill(setting.min_p, torch.float32),
+        seed=numbers.long(),
+        choice=zeros,
+        suppress_before=zeros,
+        num_suppressed=zeros,
+        suppressed=zeros[:, None],
+    )
+
+
+def launcher(setting: Setting, rows: int, vocabulary: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Samples from logits [rows, vocabulary]."""
+    settings = make_settings(setting, rows)
+    workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
+    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+    token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
+
+    def launch(logits: torch.Tensor) -> torch.Tensor:
+        sampling.sample(
+            logits,
+            settings,
+            workspace,
+            rows=numbers,
+            positions=numbers,
+            num_rows=count,
+            vocabulary=vocabulary,
+            token_ids=token_ids,
+            row_token_ids=row_token_ids,
+            filters=setting.filters,
+        )
+        return token_ids
+
+    return launch
+
+
+def sorting_sampler(setting: Setting) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is commonly written with torch: sort, cut, softmax, and a draw by exponential noise."""
+
+    def launch(logits: torch.Tensor) -> torch.Tensor:
+        x = logits.float() / max(setting.temperature, 1e-5)
+        if setting.filters:
+            x, ids = x.sort(dim=-1, descending=True)
+            if setting.top_k:
+                x[:, setting.top_k :] = -torch.inf
+            shares = x.softmax(dim=-1)
+            if setting.top_p < 1.0:
+                shares = shares.masked_fill(shares.cumsum(dim=-1) - shares > setting.top_p, 0.0)
+            if setting.min_p > 0.0:
+                shares = shares.masked_fill(shares < setting.min_p * shares[:, :1], 0.0)
+        else:
+            ids, shares = None, x.softmax(dim=-1)
+        drawn = (shares / torch.empty_like(shares).exponential_()).argmax(dim=-1, keepdim=True)
+        return drawn.squeeze(-1) if ids is None else ids.gather(-1, drawn).squeeze(-1)
+
+    return launch
+
+
+def wrong_tokens(setting: Setting, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> int:
+    """How many of the first `count` tokens are not the reference's."""
+    rows, vocabulary = logits.shape
+    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    expected = sampling.sample_reference(
+        logits,
+        make_settings(setting, rows),
+        rows=numbers,
+        positions=numbers,
+        num_rows=torch.tensor([count]),
+        vocabulary=vocabulary,
+    )
+    return int((expected != token_ids[:count]).sum())
+
+
+def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, spread: float) -> list[torch.Tensor]:
+    return [(spread * torch.randn((rows, vocabulary), device=DEVICE)).to(dtype) for _ in range(3)]
+
+
+@contextmanager
+def constants(**values: int) -> Iterator[None]:
+    """The kernels' sizes, for a while."""
+    before = {name: getattr(sampling, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(sampling, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(sampling, name, value)
+
+
+def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
+    """Print the time of each choice of sizes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = make_logits(rows, vocabulary, dtype, 4.0)
+        for tile, tiles, warps in product((256, 512, 1024), (2, 4, 8, 16), (4, 8)):
+            if not 1024 <= tile * tiles <= 8192:
+                continue
+            with constants(_TILE=tile, _TILES_AT_ONCE=tiles, _TILES_WARPS=warps):
+                launch = launcher(SETTINGS["temperature"], rows, vocabulary)
+                seconds = seconds_of([partial(launch, x) for x in logits])
+            print(f"tiles {dtype} {tile} x {tiles}, {warps} warps: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x")
+    logits = make_logits(rows, vocabulary, torch.bfloat16, 4.0)
+    for tile, listed, warps, registers in product((256, 512), (4, 8, 16), (4, 8), (96, 128, 255)):
+        with constants(_TILE=tile, _LISTED_AT_ONCE=listed, _DRAW_WARPS=warps, _DRAW_REGISTERS=registers):
+            launch = launcher(SETTINGS["top-k 50, top-p 0.9"], rows, vocabulary)
+            seconds = seconds_of([partial(launch, x) for x in logits])
+        name = f"draw {tile} x {listed}, {warps} warps, {registers} registers"
+        print(f"{name}: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x", flush=True)
+
+
+def main() -> None:
+    """Print a table, and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows, vocabulary = options.rows, options.vocabulary
+    torch.manual_seed(0)
+    floats = make_logits(rows, vocabulary, torch.float32, 1.0)
+    reading = seconds_of([partial(torch.amax, x, dim=(0, 1)) for x in floats])
+    least = floats[0].nbytes / 4.45e12
+    print(f"reading {rows} x {vocabulary} float32 once: {reading * 1e6:.1f} µs; {least * 1e6:.1f} µs at 4.45 TB/s")
+    reading = min(reading, least)
+    print("sampling | logits | µs | x reading | sorting µs | wrong tokens of 8")
+    table = []
+    for (name, setting), (kind, spread) in product(SETTINGS.items(), SPREADS.items()):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = make_logits(rows, vocabulary, dtype, spread)
+            launch = launcher(setting, rows, vocabulary)
+            wrong = wrong_tokens(setting, logits[0].clone(), launch(logits[0]), min(rows, 8))
+            mine = seconds_of([partial(launch, x) for x in logits])
+            sort = (
+                seconds_of([partial(sorting_sampler(setting), x) for x in logits]) if dtype == torch.float32 else None
+            )
+            other = "" if sort is None else f"{sort * 1e6:.0f}"
+            label = f"{kind} {str(dtype).removeprefix('torch.')}"
+            print(f"{name} | {label} | {mine * 1e6:.1f} | {mine / reading:.2f} | {other} | {wrong}", flush=True)
+            table.append({"sampling": name, "logits": label, "seconds": mine, "sorting_seconds": sort, "wrong": wrong})
+    if options.output:
+        facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
+        facts["device"] = torch.cuda.get_device_name()
+        options.output.write_text(json.dumps({**facts, "table": table}, indent=1) + "\n", encoding="utf-8")
+    if options.sweep:
+        sweep(rows, vocabulary, reading=reading)
+
+
+if __name__ == "__main__":
+    main()
