@@ -33,7 +33,8 @@ def structured_table(found: Mapping[str, Any]) -> str:
     batch = found["throughput"]
     lines += [
         "",
-        f"Of the suite's {suite['instances']:,} instances, {len(suite['too_loose'])} that are not valid were possible. Over a "
+        f"Of the suite's {suite['instances']:,} instances, {len(suite['too_loose'])} that are not valid were possible. "
+        "Over a "
         f"device that takes {batch['step_ms']:g} ms a step, 64 rows of which half have a schema make "
         f"{_change(batch['loss'])} tokens a second than 64 without, and a row without one goes "
         f"{_change(batch['loss_of_a_free_row'], ('slower', 'faster'))} "
