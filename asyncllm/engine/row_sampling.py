@@ -27,16 +27,18 @@ DEFAULTS: Mapping[str, float | int] = {
 }
 
 NOT_YET: Mapping[str, Any] = {
-    "dry_multiplier": 0.0,
     "spaces_between_special_tokens": True,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "logits_processors": (),
-    "on_token": None,
 }
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
-NOT_YET_ON_A_GPU: Mapping[str, Any] = {"n": 1, "structured_output": None}
+NOT_YET_ON_A_GPU: Mapping[str, Any] = {
+    "n": 1,
+    "dry_multiplier": 0.0,
+    "thinking_token_budget": None,
+    "logits_processors": (),
+    "on_token": None,
+    "structured_output": None,
+}
 """The same for a model that runs there."""
 
 WordIds = tuple[int, ...]
