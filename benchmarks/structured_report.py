@@ -39,7 +39,8 @@ def structured_table(found: Mapping[str, Any]) -> str:
         f"{_change(batch['loss'])} tokens a second than 64 without, and a row without one goes "
         f"{_change(batch['loss_of_a_free_row'], ('slower', 'faster'))} "
         f"({batch['processor_us_per_token']['half']:g} µs of processor time a token, in place of "
-        f"{batch['processor_us_per_token']['none']:g}).",
+        f"{batch['processor_us_per_token']['none']:g}); {batch['cores']} cores with a load average of "
+        f"{batch['load']:g}.",
     ]
     model = found.get("model")
     if model:
