@@ -71,7 +71,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_python_blocks_run(tiny: str, tmp_path: Path) -> None:
-    assert len(PYTHON_BLOCKS) == 5
+    assert len(PYTHON_BLOCKS) == 6
     script = "\n".join(PYTHON_BLOCKS).replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny)
     (tmp_path / "readme.py").write_text(script, encoding="utf-8")
     subprocess.run([sys.executable, str(tmp_path / "readme.py")], cwd=ROOT, check=True, timeout=120)

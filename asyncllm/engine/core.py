@@ -50,12 +50,11 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self.model = self._model = model
+        self.model = model
+        self._config = config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
-        self._preparation = Preparation(model, self._scheduler.config.capacity)
-        if config.prepare_grammars:
-            self._preparation.prepare_grammars()
+        self._preparation = Preparation(model, config, self._scheduler.config.capacity)
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()
@@ -69,7 +68,6 @@ class Core:
         work = GuideWork(workers.guides, self._call_for_words)
         turns = CoreTurns(self._loop, self._run_turn, self._fail)
         self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, turns)
-        self._hook_timeout = config.hook_timeout
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
         self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
@@ -143,7 +141,7 @@ class Core:
             self._counts,
             self._live,
             tokens_generated=self._delivery.tokens,
-            memory_bytes=self._model.facts.memory_bytes,
+            memory_bytes=self.model.facts.memory_bytes,
             step_times=self._pipeline.times(),
         )
 
@@ -316,7 +314,7 @@ class Core:
         ids = [request.id, *(next(self._ids) for _ in prepared.choices[1:])]
         branches = zip(self._live.begin(request, ids), prepared.choices, strict=True)
         for index, (branch, choice) in enumerate(branches):
-            self._scheduler.add(prepared.spec(index, ids, submission, self._model.facts.max_model_len))
+            self._scheduler.add(prepared.spec(index, ids, submission, self.model.facts.max_model_len))
             branch.take_text(choice, prepared.min_tokens, self._delivery.found)
             if choice.guide is not None:
                 self._guidance.begin(branch, choice.guide, self._driver(choice, request))
@@ -326,9 +324,8 @@ class Core:
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
         if choice.hooks is None or request.context is None or choice.guide is None:
             return None
-        hooked = HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens)
-        place = HookPlace(request.loop, request.context, self._workers.hooks, self._hook_timeout)
-        return partial(HookDriver, hooked, place)
+        place = HookPlace(request.loop, request.context, self._workers.hooks, self._config.hook_timeout)
+        return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
     def _abandon(self, request: int) -> None:
         self._abort(self._live.get(request))

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.config import EngineConfig
 from asyncllm.engine.grammars import Grammars
 from asyncllm.engine.guide import Guide
 from asyncllm.engine.guide_maker import GuideMaker
@@ -114,20 +115,21 @@ class Prepared:
 class Preparation:
     """Prepares requests for one model. Holds no state of a request; any number of threads may use it at once."""
 
-    def __init__(self, model: ServedModel, capacity: int) -> None:
-        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
+    def __init__(self, model: ServedModel, config: EngineConfig, capacity: int) -> None:
+        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`.
+
+        Raises `ConfigError` where `config` asks for grammars that the model's tokenizer cannot have.
+        """
         self._model = model
         self._resolver = SamplingResolver(model)
-        self._grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
-        self._guides = GuideMaker(model, model.constrain or self._grammars.constraint)
+        grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
+        self._guides = GuideMaker(model, model.constrain or grammars.constraint)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
-
-    def prepare_grammars(self) -> None:
-        """What the first structured output would wait for, at once. Raises `ConfigError` where it would be refused."""
-        try:
-            self._grammars.build()
-        except GrammarError as error:
-            raise ConfigError(f"prepare_grammars: {error}") from None
+        if config.prepare_grammars:
+            try:
+                grammars.build()
+            except GrammarError as error:
+                raise ConfigError(f"prepare_grammars: {error}") from None
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
