@@ -114,7 +114,9 @@ class Preparation:
         detokenizer = None
         if model.tokenizer is not None and params.detokenize:
             detokenizer = model.tokenizer.detokenizer(
-                skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_ids=token_ids.tolist(),
             )
         stops = tuple(params.stop)
         bad_words = self._resolver.bad_words(params)

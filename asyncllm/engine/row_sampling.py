@@ -29,7 +29,6 @@ DEFAULTS: Mapping[str, float | int] = {
 NOT_YET: Mapping[str, Any] = {
     "n": 1,
     "dry_multiplier": 0.0,
-    "spaces_between_special_tokens": True,
     "thinking_token_budget": None,
     "repetition_detection": None,
     "logits_processors": (),

@@ -93,7 +93,6 @@ def test_g15_what_the_model_does_not_have_is_refused(fields: dict[str, Any]) -> 
 OTHER_VALUES: dict[str, Any] = {
     "n": 2,
     "dry_multiplier": 1.0,
-    "spaces_between_special_tokens": False,
     "thinking_token_budget": 3,
     "repetition_detection": None,
     "structured_output": object(),
