@@ -18,7 +18,7 @@ test: .venv/.dev lint
 	@$(PYTEST) -m "alone and not full"
 	@$(PYTEST) -m "not alone and not full" -n 2
 
-# All tests, the long ones too.
+# All tests, the long ones too. Those of the page are skipped where no Chromium is found.
 test-full: .venv/.dev lint
 	@$(PYTEST) -m "alone"
 	@$(PYTEST) -m "not alone" -n 2

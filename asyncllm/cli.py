@@ -1,4 +1,4 @@
-"""The `asyncllm` command: demo, chat, generate, bench.
+"""The `asyncllm` command: demo, chat, generate, bench, serve.
 
 Flags come from the fields of `EngineConfig` and `SamplingParams`: their names, types and docstrings. A command is an
 application of its own, so here, and only here, text is printed and Ctrl-C has a meaning.
@@ -7,28 +7,25 @@ application of its own, so here, and only here, text is printed and Ctrl-C has a
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import contextlib
 import importlib.util
-import inspect
 import logging
 import os
 import sys
-import textwrap
 import time
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 from asyncllm import AsyncEngine, __version__
+from asyncllm.api.settings import ApiSettings
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, ConfigError, InvalidParamsError, InvalidPromptError, RequestError
+from asyncllm.flags import add_fields, chosen_fields
 from asyncllm.params import SamplingParams
+from asyncllm.serve import ServerSettings, serve_command
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measure_engine, table_row
 
@@ -257,83 +254,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--bench-seed", type=int, default=0, metavar="N", help="of the requests (default: 0)")
     for added in (demo, chat, generate, bench):
-        _add_fields(added.add_argument_group("engine"), EngineConfig)
+        add_fields(added.add_argument_group("engine"), EngineConfig)
         if added is not bench:
-            _add_fields(added.add_argument_group("sampling"), SamplingParams)
+            add_fields(added.add_argument_group("sampling"), SamplingParams)
     demo.set_defaults(max_tokens=200, temperature=0.0)
+    serve = command("serve", serve_command, "[MODEL]", "serve a model over HTTP, with OpenAI's API")
+    serve.add_argument("model", metavar="MODEL", nargs="?", help="a Hub id, a folder or a .gguf file")
+    serve.add_argument("--config", metavar="FILE", help="a TOML file: model, and tables engine, api and server")
+    add_fields(serve.add_argument_group("server"), ServerSettings)
+    add_fields(serve.add_argument_group("API"), ApiSettings)
+    add_fields(serve.add_argument_group("engine"), EngineConfig)
     return parser
 
 
-def _add_fields(group: argparse._ArgumentGroup, settings: type[Settings]) -> None:
-    """One flag for each field that a text can be. An absent flag leaves no attribute, so the field's own default
-    holds."""
-    hints, helps = typing.get_type_hints(settings), _field_docstrings(settings)
-    for field in fields(settings):
-        options = _flag_options(hints[field.name])
-        if options is None:
-            continue
-        text = helps.get(field.name, "")
-        if field.default is not MISSING and field.default not in (None, ()):
-            text = f"{text} (default: {field.default})"
-        group.add_argument(
-            "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **options
-        )
-
-
-def _flag_options(hint: Any) -> dict[str, Any] | None:
-    """What argparse needs to know of a field's type: `int | None`, a Literal, a bool, `str | Sequence[str]`, …
-
-    None for what has no form as a text: functions, and settings that are objects.
-    """
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [kind for kind in (typing.get_args(hint) if is_union else (hint,)) if kind is not types.NoneType]
-    for kind in kinds:
-        origin, items = typing.get_origin(kind), typing.get_args(kind)
-        if origin is Literal:
-            return (
-                {"choices": items}
-                if kinds == [kind]
-                else {"type": _number_or(items), "metavar": "N|" + "|".join(items)}
-            )
-        if origin is Mapping:
-            return {"action": "append", "type": _pair, "metavar": "ID=X"}
-        if origin is Sequence and items[0] in _METAVARS:
-            return {"action": "append", "type": items[0], "metavar": _METAVARS[items[0]]}
-    if kinds == [bool]:
-        return {"action": argparse.BooleanOptionalAction}
-    return {"type": kinds[0], "metavar": _METAVARS[kinds[0]]} if kinds[0] in _METAVARS else None
-
-
-def _number_or(words: Sequence[str]) -> Callable[[str], int | str]:
-    def number(text: str) -> int | str:
-        return text if text in words else int(text)
-
-    return number
-
-
-def _pair(text: str) -> tuple[int, float]:
-    """An id and its number, of "id=number"."""
-    token_id, _, number = text.partition("=")
-    return int(token_id), float(number)
-
-
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
-def _field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """The string that stands under each field in the class's source; none where the source is not at hand."""
-    try:
-        source = textwrap.dedent(inspect.getsource(settings))
-    except OSError:
-        return {}
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    found = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
-
-
 def _settings(settings: type[Settings], chosen: argparse.Namespace) -> Settings:
-    given = {field.name: getattr(chosen, field.name) for field in fields(settings) if hasattr(chosen, field.name)}
-    return settings(**given)
+    return settings(**chosen_fields(settings, chosen))

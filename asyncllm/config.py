@@ -1,9 +1,11 @@
-"""EngineConfig: every setting of an engine. The only module that may read environment variables; so far none does."""
+"""EngineConfig: every setting of an engine. The only module that may read environment variables."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -108,3 +110,8 @@ def _positive(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def read_environment(names: Iterable[str]) -> dict[str, str]:
+    """The texts of `ASYNCLLM_NAME` by name, for those of these names that are set. For commands only."""
+    return {name: value for name in names if (value := os.environ.get(f"ASYNCLLM_{name.upper()}")) is not None}

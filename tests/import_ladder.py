@@ -16,12 +16,13 @@ from pathlib import Path
 LADDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("serve",),
     ("api",),
     ("",),
     ("testing", "offline", "workloads"),
     ("engine.async_engine",),
     ("engine.stream", "engine.engine_thread"),
-    ("engine.core",),
+    ("engine.core", "engine.choice_reader"),
     ("engine.guidance",),
     ("engine.delivery",),
     ("engine.live_requests", "engine.step_pipeline", "engine.guide_work"),
@@ -38,6 +39,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("weights",),
     ("inputs",),
     ("outputs",),
+    ("flags",),
     ("config",),
     ("params",),
     ("structured",),
@@ -69,7 +71,7 @@ ONLY = {"kernels": frozenset({"torch", "triton"})}
 ENVIRONMENT = frozenset(("environ", "environb", "getenv", "putenv"))
 
 # Units that write to a terminal: the command, and the progress bar of the blocking API.
-PRINTING = ("cli", "offline")
+PRINTING = ("cli", "offline", "serve")
 
 # (importer, imported) -> why this one import may break the ladder.
 EXCEPTIONS: dict[tuple[str, str], str] = {}

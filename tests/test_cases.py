@@ -10,6 +10,7 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,27 @@ async def test_g16_zero_tokens_no_limit_and_long_prompts(tiny: Path) -> None:
                 await engine.generate([3] * length, GREEDY)
             assert time.monotonic() - started < 1
         assert (await engine.generate([3] * 63, GREEDY)).usage.completion_tokens == 1
+
+
+async def test_g14_choices_are_independent_and_reproducible(tiny: Path) -> None:
+    params = SamplingParams(n=4, seed=7, temperature=1.0, max_tokens=12, stop_token_ids=range(0, 512, 9))
+    async with AsyncEngine(str(tiny), **SMALL) as engine:
+        first, again = [await engine.generate("The quick", params) for _ in range(2)]
+        assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+        assert len({len(choice.token_ids) for choice in first.choices}) > 1
+        assert len({choice.token_ids for choice in first.choices}) > 1
+        assert again.choices == first.choices
+        alone = await engine.generate("The quick", replace(params, n=1))
+        assert alone.choices[0] == first.choices[0]
+        deltas = [delta async for delta in engine.stream("The quick", params)]
+    for choice in first.choices:
+        own = [delta for delta in deltas if delta.index == choice.index]
+        assert "".join(delta.text for delta in own) == choice.text
+        assert tuple(i for delta in own for i in delta.token_ids) == choice.token_ids
+        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+    assert first.usage.prompt_tokens == len(first.prompt_token_ids)
+    assert first.usage.completion_tokens == sum(len(choice.token_ids) for choice in first.choices)
+    assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])

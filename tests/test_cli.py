@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm import AsyncEngine, EngineConfig, SamplingParams, cli
+from asyncllm.flags import field_docstrings
 from asyncllm.testing.tiny_models import (
     CHAT_TEMPLATE,
     write_piece_tokenizer,
@@ -59,12 +60,13 @@ NO_TEXT = {"repetition_detection", "structured_output", "logits_processors", "on
 def test_every_setting_is_a_flag_with_its_docstring() -> None:
     actions = {
         option: action
-        for parser in _subparsers().values()
+        for name, parser in _subparsers().items()
+        if name != "serve"  # which has the API's settings beside
         for action in parser._actions
         for option in action.option_strings
     }
     for settings in (EngineConfig, SamplingParams):
-        docstrings = cli._field_docstrings(settings)
+        docstrings = field_docstrings(settings)
         for field in fields(settings):
             if field.name in NO_TEXT:
                 continue
@@ -74,7 +76,7 @@ def test_every_setting_is_a_flag_with_its_docstring() -> None:
 
 def _subparsers() -> dict[str, argparse.ArgumentParser]:
     (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(action.choices) == {"demo", "chat", "generate", "bench"}
+    assert set(action.choices) == {"demo", "chat", "generate", "bench", "serve"}
     return dict(action.choices)
 
 
@@ -150,7 +152,7 @@ def test_empty_prompt_is_a_usage_error(tiny: str, capsys: pytest.CaptureFixture[
     assert "asyncllm: error: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate", "m"], ["generate", "m", "p", "--top-k", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["unknown"], ["generate", "m"], ["generate", "m", "p", "--top-k", "x"]])
 def test_bad_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm import EngineConfig, SamplingParams, cli, errors
+from asyncllm.flags import field_docstrings
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 from benchmarks.report import comparison_from_json, readme_section
 
@@ -66,7 +67,7 @@ def test_python_blocks_run(tiny: str, tmp_path: Path) -> None:
 
 def test_settings_table_has_every_field_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in marked("settings").splitlines()[2:]]
-    docstrings = cli._field_docstrings(EngineConfig)
+    docstrings = field_docstrings(EngineConfig)
     assert rows == [[f"`{f.name}`", f"`{f.default!r}`", docstrings[f.name]] for f in fields(EngineConfig)]
 
 

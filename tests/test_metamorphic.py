@@ -63,6 +63,8 @@ def requests() -> list[Request]:
         ),
         Request([{"role": "user", "content": "Hi!"}], SamplingParams(temperature=0.7, seed=8, max_tokens=20)),
         Request(list(range(100, 300)), SamplingParams(temperature=0.8, seed=9, max_tokens=20)),
+        Request("One, two", SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=30, stop_token_ids=stop_ids)),
+        Request(SHARED[:33], SamplingParams(n=3, temperature=0.8, seed=12, max_tokens=20, ignore_eos=True)),
         Request("cut", SamplingParams(temperature=1.0, seed=10, max_tokens=1)),
         Request("none", SamplingParams(max_tokens=0)),
         *(Request(SHARED[i:40], params) for i, params in enumerate(parameters())),
@@ -106,6 +108,7 @@ def forms() -> list[SamplingParams]:
         SamplingParams(seed=33, max_tokens=12, structured_output=record, min_tokens=5, frequency_penalty=0.7),
         SamplingParams(temperature=0, max_tokens=30, structured_output=StructuredOutput(regex="[a-f]{3,9}(-[0-9]+)?")),
         SamplingParams(seed=34, max_tokens=30, structured_output=StructuredOutput(choice=["left", "right", "lefty"])),
+        SamplingParams(n=3, seed=36, max_tokens=40, structured_output=record),
         SamplingParams(
             seed=35, max_tokens=30, stop=[")"], structured_output=StructuredOutput(grammar='start: "(" [start] ")"')
         ),
@@ -173,11 +176,13 @@ async def streamed(engine: AsyncEngine) -> list[Any]:
         stream = engine.stream(request.prompt, request.params, **request.options)
         deltas = [delta async for delta in stream]
         completion = await stream.result()
-        assert "".join(delta.text for delta in deltas) == completion.text
-        assert tuple(i for delta in deltas for i in delta.token_ids) == completion.token_ids
-        assert tuple(each for delta in deltas for each in delta.logprobs or ()) == (completion.logprobs or ())
-        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-        assert deltas[-1].finish_reason == completion.finish_reason
+        for choice in completion.choices:
+            own = [delta for delta in deltas if delta.index == choice.index]
+            assert "".join(delta.text for delta in own) == choice.text
+            assert tuple(i for delta in own for i in delta.token_ids) == choice.token_ids
+            assert tuple(each for delta in own for each in delta.logprobs or ()) == (choice.logprobs or ())
+            assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)
+            assert own[-1].finish_reason == choice.finish_reason
         assert deltas[-1].usage == completion.usage
         assert all(delta.usage is None for delta in deltas[:-1])
         return outcome(completion)

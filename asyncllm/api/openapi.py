@@ -15,6 +15,13 @@ from asyncllm.api.protocol.fields import ErrorAnswer
 from asyncllm.api.routes import Route
 from asyncllm.api.serving import Call, Serving
 
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+"""A server-sent event."""
+
 
 def openapi_route(routes: Sequence[Route]) -> Route:
     """The route that serves the document of all the others."""
@@ -60,7 +67,7 @@ def _operation(route: Route, references: Mapping[Any, dict[str, Any]]) -> dict[s
     schema = {} if route.response is None else references[route.response, "serialization"]
     content: dict[str, Any] = {route.content_type: {"schema": schema}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('{', '').replace('}', '')}",

@@ -65,8 +65,8 @@ class Router:
             table.setdefault(route.path.partition("{")[0], {})[route.method] = route
 
     def match(self, method: str, path: str) -> Match:
-        """Raises an `ApiError` of 404 or 405."""
-        methods, parameters = self._methods(path)
+        """Raises an `ApiError` of 404 or 405. A slash at the end makes no difference: some frameworks put one there."""
+        methods, parameters = self._methods(path.rstrip("/") or "/")
         if methods is None:
             raise ApiError(404, f"There is no {path!r:.200} here.", code="not_found")
         route = methods.get("GET" if method == "HEAD" else method)

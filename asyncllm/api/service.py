@@ -55,9 +55,9 @@ class Service:
             await self.serving.engine.start()
             self._owns_engine = True
 
-    async def drain(self) -> None:
-        """Refuse new requests with 503, and let those that run go on for at most `drain_timeout`."""
-        await self.serving.admission.drain(self.serving.settings.drain_timeout)
+    async def drain(self) -> bool:
+        """Refuse new requests with 503, and let those that run go on for at most `drain_timeout`. Whether all ended."""
+        return await self.serving.admission.drain(self.serving.settings.drain_timeout)
 
     async def aclose(self) -> None:
         """The app ends, and its engine, if it is the app's."""

@@ -184,7 +184,7 @@ class AsyncEngine:
             deadline=None if deadline is None else now + deadline,
             cache_salt=cache_salt,
         )
-        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}")
+        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}", params.n)
         self._unsubmitted[id(mailbox)] = mailbox
         return TokenStream(mailbox, submission, self._submit)
 

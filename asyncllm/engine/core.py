@@ -211,9 +211,9 @@ class Core:
     def _tell_lost(self) -> None:
         """End the requests of a failed step, and go on with the others."""
         while (lost := self._pipeline.take_lost()) is not None:
-            for request in lost.requests:
+            for branch in lost.requests:
                 failure = RequestFailed.caused("the step that carried this request failed", lost.cause)
-                self._live.fail(self._live[request], failure)
+                self._fail(self._live[branch].request, failure)
             self._launch()
 
     def _settle(self) -> None:
@@ -222,7 +222,7 @@ class Core:
             for end in self._delivery.take_ended():
                 self._end(end)
             for request in self._scheduler.take_released():
-                self._live.release(request)
+                self._live.release_branch(request)
             self._counts = self._scheduler.counts()
             orphans = self._live.send()
             if not orphans:
@@ -301,12 +301,17 @@ class Core:
         self._scheduler.check_admissible(len(prepared.token_ids))
         request.queued = clock()
         mailbox.prompt = prepared.token_ids
-        if prepared.max_tokens == 0 and prepared.sampling.prompt_logprobs is None:
+        first = prepared.choices[0].sampling
+        if prepared.max_tokens == 0 and first.prompt_logprobs is None:
             return self._live.end_unscheduled(request, FinishReason.LENGTH)
-        self._scheduler.add(prepared.spec(request.id, submission, self._model.facts.max_model_len))
-        request.take_text(prepared, self._delivery.found)
-        if prepared.guide is not None:
-            self._guidance.begin(request, prepared.guide)
+        mailbox.take_logprobs(prepared.logprobs, first)
+        ids = [request.id, *(next(self._ids) for _ in prepared.choices[1:])]
+        branches = zip(self._live.begin(request, ids), prepared.choices, strict=True)
+        for index, (branch, choice) in enumerate(branches):
+            self._scheduler.add(prepared.spec(index, ids, submission, self._model.facts.max_model_len))
+            branch.take_text(choice, prepared.min_tokens, self._delivery.found)
+            if choice.guide is not None:
+                self._guidance.begin(branch, choice.guide)
         mailbox.stage = Stage.QUEUED
         mailbox.notify()
 
@@ -322,7 +327,11 @@ class Core:
         if request.mailbox.stage is Stage.PREPARING:
             self._live.end_unscheduled(request, FinishReason.ABORT)
         else:
-            self._scheduler.finish(request.id, FinishReason.ABORT)
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        for branch in request.branches:
+            self._scheduler.finish(branch.id, FinishReason.ABORT)
 
     def _close(self, drain: float) -> None:
         self._closing = True
@@ -339,14 +348,14 @@ class Core:
 
     def _refuse(self, request: Request, error: AsyncLLMError) -> None:
         self._live.fail(request, error)
-        self._live.release(request.id)
+        self._live.release(request)
 
     def _fail(self, request: Request, error: AsyncLLMError) -> None:
         if request.mailbox.stage is Stage.PREPARING:
             self._refuse(request, error)
         else:
             self._live.fail(request, error)
-            self._scheduler.finish(request.id, FinishReason.ABORT)
+            self._finish(request)
 
     def _die(self, error: Exception) -> None:
         """Nothing can be relied upon any more: every stream is told, and new ones are refused."""
@@ -370,9 +379,9 @@ class Core:
 
     def _end(self, ended: Ended) -> None:
         self._guidance.end(ended.request)
-        request = self._live.get(ended.request)
-        if request is not None:
+        branch = self._live.branch(ended.request)
+        if branch is not None:
             try:
-                self._live.conclude(request, ended)
+                self._live.conclude(branch, ended)
             except Exception as error:
-                self._fail(request, RequestFailed.caused("the tokens could not be turned into text", error))
+                self._fail(branch.request, RequestFailed.caused("the tokens could not be turned into text", error))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncllm.engine.live_requests import LiveRequests, Request, clock
+from asyncllm.engine.live_requests import Branch, LiveRequests, Request, clock
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.errors import RequestFailed
@@ -23,10 +23,10 @@ class Delivery:
         self._scheduler = scheduler
         self._live = live
         self._fail = fail
-        self._routes: list[Request] = []  # the requests of `_routed`, in its order
+        self._routes: list[Branch] = []  # the branches of `_routed`, in its order
         self._routed: Sequence[int] | None = None
         self._ended: list[Ended] = []
-        self.found: list[int] = []  # requests whose stop string was found: their texts write here
+        self.found: list[int] = []  # branches whose stop string was found: their texts write here
         self.tokens = 0
 
     def note_ended(self) -> list[Ended]:
@@ -34,9 +34,11 @@ class Delivery:
         ended = self._scheduler.take_ended()
         self._ended += ended
         for end in ended:
-            request = self._live.get(end.request)
-            if request is not None and end.stop_token_id is not None and not request.params.include_stop_str_in_output:
-                request.mute()
+            branch = self._live.branch(end.request)
+            if branch is None or end.stop_token_id is None:
+                continue
+            if not branch.request.params.include_stop_str_in_output:
+                branch.mute()
         return ended
 
     def take_ended(self) -> list[Ended]:
@@ -57,37 +59,38 @@ class Delivery:
         self._live.take_scores(tokens)
         self._hand_out(self._route(tokens.requests), tokens.token_ids)
 
-    def deliver_forced(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Tokens of one request that no step has sampled."""
+    def deliver_forced(self, branch: Branch, token_ids: Sequence[int]) -> None:
+        """Tokens of one branch that no step has sampled."""
         for token_id in token_ids:
-            if request.matcher is not None and request.matcher.matched is not None:
+            if branch.matcher is not None and branch.matcher.matched is not None:
                 break
-            self._hand_out(self._route((request.id,)), (token_id,))
+            self._hand_out(self._route((branch.id,)), (token_id,))
 
     def rest(self) -> None:
         """No step is in flight: keep nothing of the last one."""
         self._routed, self._routes = None, []
 
-    def _route(self, requests: Sequence[int]) -> list[Request]:
-        routes = [self._live[request] for request in requests]
+    def _route(self, requests: Sequence[int]) -> list[Branch]:
+        routes = [self._live[branch] for branch in requests]
         now = clock()
-        for request in routes:
-            if request.first_token is None:
-                request.first_token = now
-        return [request.addressee for request in routes]
+        for branch in routes:
+            if branch.request.first_token is None:
+                branch.request.first_token = now
+        return [branch.addressee for branch in routes]
 
-    def _hand_out(self, routes: Sequence[Request], token_ids: Sequence[int]) -> None:
+    def _hand_out(self, routes: Sequence[Branch], token_ids: Sequence[int]) -> None:
         self.tokens += len(token_ids)
-        for request, token_id in zip(routes, token_ids, strict=True):
-            mailbox = request.mailbox
-            if request.push is not None:
+        for branch, token_id in zip(routes, token_ids, strict=True):
+            mailbox, box = branch.mailbox, branch.box
+            if branch.push is not None:
                 try:
-                    text = request.push((token_id,))
+                    text = branch.push((token_id,))
                 except Exception as error:
-                    self._fail(request, RequestFailed.caused("the tokens could not be turned into text", error))
+                    failure = RequestFailed.caused("the tokens could not be turned into text", error)
+                    self._fail(branch.request, failure)
                     continue
-                mailbox.texts.append(text)
-            mailbox.ids.append(token_id)
+                box.texts.append(text)
+            box.ids.append(token_id)
             if mailbox.waiter is not None and not mailbox.signalled:
                 mailbox.notify()
         for stopped in self.found:

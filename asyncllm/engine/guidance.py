@@ -11,7 +11,7 @@ from collections.abc import Callable
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.guide import Guide, Word
 from asyncllm.engine.guide_work import GuideWork
-from asyncllm.engine.live_requests import LiveRequests, Request
+from asyncllm.engine.live_requests import Branch, LiveRequests, Request
 from asyncllm.engine.scheduling.reports import StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.errors import RequestError, RequestFailed
@@ -43,9 +43,9 @@ class Guidance:
         """A plan is made without the rows whose word is still to come."""
         self._work.let_pass()
 
-    def begin(self, request: Request, guide: Guide) -> None:
+    def begin(self, branch: Branch, guide: Guide) -> None:
         """A late request was queued."""
-        self._work.start(request.id, guide)
+        self._work.start(branch.id, guide)
 
     def end(self, request: int) -> None:
         """A request, late or not, has ended."""
@@ -62,24 +62,24 @@ class Guidance:
     def take_words(self) -> None:
         """The guides have said something."""
         for answer in self._work.take():
-            request = self._live[answer.request]
-            if request.mailbox.done:
+            branch = self._live[answer.request]
+            if branch.mailbox.done:
                 continue
             if isinstance(answer.word, Exception):
                 failure = answer.word
                 if not isinstance(failure, RequestError):
                     failure = RequestFailed.caused("what constrains this request failed", failure)
-                self._fail(request, failure)
+                self._fail(branch.request, failure)
             else:
-                self._pass_on(request, answer.word)
+                self._pass_on(branch, answer.word)
 
-    def _pass_on(self, request: Request, word: Word) -> None:
+    def _pass_on(self, branch: Branch, word: Word) -> None:
         if word.forced:
-            taken = self._scheduler.force(request.id, word.forced)
-            self._delivery.deliver_forced(request, taken[:-1])
+            taken = self._scheduler.force(branch.id, word.forced)
+            self._delivery.deliver_forced(branch, taken[:-1])
             self._delivery.note_ended()  # the last of them may be a stop id
-            self._delivery.deliver_forced(request, taken[-1:])
+            self._delivery.deliver_forced(branch, taken[-1:])
         if word.adjustment is None:
-            self._scheduler.finish(request.id, FinishReason.STOP)
+            self._scheduler.finish(branch.id, FinishReason.STOP)
         else:
-            self._scheduler.bind(request.id, word.adjustment)
+            self._scheduler.bind(branch.id, word.adjustment)

@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncllm.engine.mailbox import ConsumerLoop, Ending, Mailbox, Stage
-from asyncllm.engine.preparation import ChatOptions, Prepared, Submission
+from asyncllm.engine.mailbox import ChoiceBox, ChoiceEnd, ConsumerLoop, Ending, Mailbox, Stage
+from asyncllm.engine.preparation import ChatOptions, PreparedChoice, Submission
 from asyncllm.engine.request_text import RequestText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
@@ -26,33 +26,61 @@ clock = time.monotonic
 class Request:
     """One live request."""
 
-    __slots__ = ("arrival", "first_token", "flush", "id", "mailbox", "matcher", "params", "push", "queued")
+    __slots__ = (
+        "arrival",
+        "branches",
+        "cached_tokens",
+        "first_token",
+        "id",
+        "mailbox",
+        "open",
+        "params",
+        "preemptions",
+        "queued",
+        "scheduled",
+    )
 
     def __init__(self, request: int, mailbox: Mailbox, submission: Submission) -> None:
         self.id = request
         self.mailbox = mailbox
         self.params: SamplingParams = submission.params
         self.arrival = submission.arrival
+        self.branches: tuple[Branch, ...] = ()  # its choices, once it is handed to the scheduler
+        self.open = 0  # how many of them have not ended
         self.queued: float | None = None  # when it was handed to the scheduler
+        self.scheduled: float | None = None
         self.first_token: float | None = None
+        self.cached_tokens = 0
+        self.preemptions = 0
+
+
+class Branch:
+    """One choice of a live request; a request of its own for the scheduler."""
+
+    __slots__ = ("box", "flush", "id", "mailbox", "matcher", "push", "request")
+
+    def __init__(self, branch: int, request: Request, box: ChoiceBox) -> None:
+        self.id = branch
+        self.request = request
+        self.mailbox = request.mailbox
+        self.box = box
         self.push: Callable[[Sequence[int]], str] | None = None  # ids to text; None without a tokenizer
         self.flush: Callable[[], str] | None = None
         self.matcher: StopMatcher | None = None
 
     @property
-    def addressee(self) -> Request:
-        """Who gets the request's tokens: nobody where none were asked for, and it runs for its prompt's sake."""
-        return self if self.params.max_tokens != 0 else _NOBODY
+    def addressee(self) -> Branch:
+        """Who gets the tokens: nobody where none were asked for, and the request runs for its prompt's sake."""
+        return self if self.request.params.max_tokens != 0 else _NOBODY
 
-    def take_text(self, prepared: Prepared, found: list[int]) -> None:
-        """Begin to turn ids into text. The request is named in `found` when its stop string has come."""
-        self.mailbox.take_logprobs(prepared.logprobs, prepared.sampling)
+    def take_text(self, prepared: PreparedChoice, min_tokens: int, found: list[int]) -> None:
+        """Begin to turn ids into text. The branch is named in `found` when its stop string has come."""
         detokenizer, matcher = prepared.detokenizer, prepared.matcher
         if detokenizer is None:
             return
         self.push, self.flush = detokenizer.push, detokenizer.flush
         if matcher is not None:
-            text = RequestText(self.id, detokenizer, matcher, min_tokens=prepared.min_tokens, found=found)
+            text = RequestText(self.id, detokenizer, matcher, min_tokens=min_tokens, found=found)
             self.push, self.flush, self.matcher = text.push, text.flush, matcher
 
     def mute(self) -> None:
@@ -72,21 +100,22 @@ class _Lost(list[int]):
         """Forget it."""
 
 
-def _nobody() -> Request:
+def _nobody() -> Branch:
     mailbox = Mailbox("")
-    mailbox.ids = _Lost()
+    mailbox.choices[0].ids = _Lost()
     submission = Submission((), SamplingParams(), 0.0, ChatOptions())
-    return Request(-1, mailbox, submission)
+    return Branch(-1, Request(-1, mailbox, submission), mailbox.choices[0])
 
 
 _NOBODY = _nobody()
 
 
 class LiveRequests:
-    """Requests by internal id."""
+    """Requests and their branches by internal id. The first branch of a request has the request's."""
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
+        self._branches: dict[int, Branch] = {}  # until their blocks are free
         self._names: dict[str, int] = {}  # request_id to internal id, of requests that have not ended
         self._consumers: dict[asyncio.AbstractEventLoop, ConsumerLoop] = {}
         self.finished = 0
@@ -98,8 +127,12 @@ class LiveRequests:
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._requests.values()))
 
-    def __getitem__(self, request: int) -> Request:
-        return self._requests[request]
+    def __getitem__(self, branch: int) -> Branch:
+        return self._branches[branch]
+
+    def branch(self, branch: int) -> Branch | None:
+        """The branch, unless its end is past and its blocks are free."""
+        return self._branches.get(branch)
 
     def get(self, request: int) -> Request | None:
         """The request, unless its end is past and its blocks are free."""
@@ -114,7 +147,7 @@ class LiveRequests:
                 stage=request.mailbox.stage.name.lower(),
                 age=now - request.arrival,
                 prompt_tokens=len(request.mailbox.prompt),
-                generated_tokens=len(request.mailbox.ids),
+                generated_tokens=sum(len(box.ids) for box in request.mailbox.choices),
             )
             for request in list(self._requests.values())[:limit]
         )
@@ -138,73 +171,78 @@ class LiveRequests:
             raise DuplicateRequestError(f"request_id {mailbox.request_id!r} belongs to a live request")
         self._names[mailbox.request_id] = request.id
 
+    def begin(self, request: Request, branches: Sequence[int]) -> tuple[Branch, ...]:
+        """The request is handed to the scheduler, with a branch of these ids for each of its choices."""
+        boxes = request.mailbox.choices
+        request.branches = tuple([Branch(id, request, box) for id, box in zip(branches, boxes, strict=True)])
+        request.open = len(request.branches)
+        self._branches.update(zip(branches, request.branches, strict=True))
+        return request.branches
+
     def fail(self, request: Request, error: AsyncLLMError) -> None:
         """The request ends with an error, unless it has ended already."""
         if not request.mailbox.done:
             request.mailbox.failure = error
             self._close(request)
 
-    def end(self, request: Request, ending: Ending) -> None:
-        """The request ends, unless it has ended already."""
-        if not request.mailbox.done:
-            request.mailbox.ending = ending
-            self.finished += 1
-            self.aborted += ending.reason is FinishReason.ABORT
-            self._close(request)
-
-    def conclude(self, request: Request, ended: Ended) -> None:
-        """The scheduler says that a request has ended: its stream gets what was held back, and how it came out.
+    def conclude(self, branch: Branch, ended: Ended) -> None:
+        """The scheduler says that a branch has ended: its stream gets what was held back, and how it came out.
 
         Raises what the detokenizer does.
         """
-        mailbox = request.mailbox
+        mailbox, request = branch.mailbox, branch.request
         if mailbox.done:
             return
-        tail = "" if request.flush is None else request.flush()
+        tail = "" if branch.flush is None else branch.flush()
         reason: FinishReason = ended.reason
         stop_reason: str | int | None = None
         if request.params.max_tokens == 0:
             reason = FinishReason.LENGTH if reason is FinishReason.STOP else reason
-        elif request.matcher is not None and request.matcher.matched is not None:
-            reason, stop_reason = FinishReason.STOP, request.matcher.matched
+        elif branch.matcher is not None and branch.matcher.matched is not None:
+            reason, stop_reason = FinishReason.STOP, branch.matcher.matched
         elif ended.stop_token_id in request.params.stop_token_ids:
             stop_reason = ended.stop_token_id
-        metrics = RequestMetrics(
-            arrival=request.arrival,
-            queued=request.queued,
-            scheduled=ended.first_scheduled,
-            first_token=request.first_token,
-            last_token=clock() if mailbox.ids else None,
-            preemptions=ended.preemptions,
-        )
-        usage = Usage(len(mailbox.prompt), len(mailbox.ids), ended.cached_tokens)
-        self.end(request, Ending(reason, stop_reason, tail, usage, metrics))
+        branch.box.end = ChoiceEnd(reason, stop_reason, tail)
+        request.preemptions += ended.preemptions
+        if branch is request.branches[0]:
+            request.scheduled, request.cached_tokens = ended.first_scheduled, ended.cached_tokens
+        request.open -= 1
+        if request.open:
+            mailbox.notify()
+        else:
+            self._end(request)
 
     def take_scores(self, tokens: StepTokens) -> None:
         """Leave the log-probabilities of a step with those who asked, before its ids: who sees an id sees its own."""
         for request, scores in tokens.scores:
-            mailbox = self._requests[request].mailbox
-            if mailbox.scores is not None:
-                mailbox.scores.append(scores)
+            kept = self._branches[request].box.scores
+            if kept is not None:
+                kept.append(scores)
         for part in tokens.prompts:
-            self._requests[part.request].mailbox.take_prompt(part.start, part.scores)
+            self._branches[part.request].mailbox.take_prompt(part.start, part.scores)
 
     def end_unscheduled(self, request: Request, reason: FinishReason) -> None:
         """A request that the scheduler never had ends, and there is nothing to wait for."""
-        usage = Usage(len(request.mailbox.prompt), 0)
-        metrics = RequestMetrics(request.arrival, request.queued)
-        self.end(request, Ending(reason, None, "", usage, metrics))
-        self.release(request.id)
+        if not request.mailbox.done:
+            for box in request.mailbox.choices:
+                box.end = ChoiceEnd(reason)
+            self._end(request)
+        self.release(request)
 
-    def release(self, request: int) -> None:
+    def release_branch(self, branch: int) -> None:
+        """A branch holds no row and no block any more."""
+        released = self._branches.pop(branch, None)
+        if released is not None and not any(other.id in self._branches for other in released.request.branches):
+            self.release(released.request)
+
+    def release(self, request: Request) -> None:
         """The request holds no row and no block any more."""
-        released = self._requests.pop(request, None)
-        if released is not None:
-            mailbox = released.mailbox
+        if self._requests.pop(request.id, None) is not None:
+            mailbox = request.mailbox
             mailbox.released = True
             mailbox.notify()
             if mailbox.consumer is not None:
-                del mailbox.consumer.mailboxes[request]
+                del mailbox.consumer.mailboxes[request.id]
 
     def send(self) -> list[Request]:
         """Wake each loop that has something to look at, once. Returns the requests whose loop is closed."""
@@ -216,6 +254,23 @@ class LiveRequests:
             if not is_open or not consumer.mailboxes:
                 del self._consumers[consumer.loop]
         return orphans
+
+    def _end(self, request: Request) -> None:
+        """All choices of the request have their ends."""
+        boxes, mailbox = request.mailbox.choices, request.mailbox
+        tokens = sum([len(box.ids) for box in boxes])
+        metrics = RequestMetrics(
+            arrival=request.arrival,
+            queued=request.queued,
+            scheduled=request.scheduled,
+            first_token=request.first_token,
+            last_token=clock() if tokens else None,
+            preemptions=request.preemptions,
+        )
+        mailbox.ending = Ending(Usage(len(mailbox.prompt), tokens, request.cached_tokens), metrics)
+        self.finished += 1
+        self.aborted += any(box.end is not None and box.end.reason is FinishReason.ABORT for box in boxes)
+        self._close(request)
 
     def _close(self, request: Request) -> None:
         mailbox = request.mailbox

@@ -33,14 +33,32 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """How a request came to its end, errors apart."""
+class ChoiceEnd:
+    """How a choice came to its end."""
 
     reason: FinishReason
-    stop_reason: str | int | None
-    tail: str  # text that was held back and belongs behind the last token's
+    stop_reason: str | int | None = None
+    tail: str = ""  # text that was held back and belongs behind the last token's
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a request came to, errors apart."""
+
     usage: Usage
     metrics: RequestMetrics
+
+
+class ChoiceBox:
+    """All that a choice has produced. Written by the engine's thread."""
+
+    __slots__ = ("end", "ids", "scores", "texts")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.texts: list[str] = []  # one for each of `ids`, appended before it; stays empty without a tokenizer
+        self.scores: list[TokenScores] | None = None  # likewise one for each of `ids`, where they were asked for
+        self.end: ChoiceEnd | None = None  # set after the last of `ids`
 
 
 class Mailbox:
@@ -49,34 +67,30 @@ class Mailbox:
     __slots__ = (
         "__weakref__",
         "aborted",
+        "choices",
         "consumer",
         "ending",
         "failure",
-        "ids",
         "prompt",
         "prompt_scores",
         "reader",
         "released",
         "request_id",
-        "scores",
         "signalled",
         "stage",
-        "texts",
         "waiter",
         "watchers",
     )
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, choices: int = 1) -> None:
         self.request_id = request_id
         # Written by the engine's thread.
-        self.ids: list[int] = []
-        self.texts: list[str] = []  # one for each of `ids`, appended before it; stays empty without a tokenizer
+        self.choices = tuple([ChoiceBox() for _ in range(choices)])
         self.reader: LogprobReader | None = None  # set before anything that it reads
-        self.scores: list[TokenScores] | None = None  # likewise one for each of `ids`, where they were asked for
-        self.prompt_scores: list[TokenScores] | None = None  # one for each prompt token but the first; likewise
+        self.prompt_scores: list[TokenScores] | None = None  # one for each prompt token but the first, if asked for
         self.prompt: Int32Array = np.empty(0, dtype=np.int32)
         self.stage = Stage.NEW
-        self.ending: Ending | None = None  # set after the last of `ids`
+        self.ending: Ending | None = None  # set after the ends of all choices
         self.failure: AsyncLLMError | None = None  # in place of an ending
         self.released = False  # row and blocks are free; set after `ending` or `failure`
         self.consumer: ConsumerLoop | None = None
@@ -96,7 +110,8 @@ class Mailbox:
         """Make place for what was asked for. Engine thread."""
         self.reader = reader
         if sampling.logprobs is not None:
-            self.scores = []
+            for box in self.choices:
+                box.scores = []
         if sampling.prompt_logprobs is not None:
             self.prompt_scores = []
 

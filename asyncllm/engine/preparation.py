@@ -62,26 +62,34 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """What each choice of a request has of its own."""
+
+    sampling: RowSampling
+    detokenizer: TextStream | None
+    matcher: StopMatcher | None
+    guide: Guide | None  # of a late request
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """One request, ready to be scheduled."""
 
     token_ids: Int32Array
-    sampling: RowSampling
+    choices: tuple[PreparedChoice, ...]
     max_tokens: int | None  # None: to the end of the context
     min_tokens: int
     stop_token_ids: frozenset[int]  # all that end the request
-    detokenizer: TextStream | None
-    matcher: StopMatcher | None
     logprobs: LogprobReader
-    guide: Guide | None = None  # of a late request
 
-    def spec(self, request: int, submission: Submission, max_model_len: int) -> RequestSpec:
-        """What the scheduler is told. `max_tokens` of 0 is scheduled for the prompt's sake alone, and samples a token
-        that nobody gets."""
+    def spec(self, choice: int, ids: Sequence[int], submission: Submission, max_model_len: int) -> RequestSpec:
+        """What the scheduler is told of a choice; `ids`: those of all choices. `max_tokens` of 0 is scheduled for the
+        prompt's sake alone, and samples a token that nobody gets."""
         return RequestSpec(
-            request=request,
+            request=ids[choice],
+            fork_of=ids[0] if choice else None,
             token_ids=self.token_ids,
-            sampling=self.sampling,
+            sampling=self.choices[choice].sampling,
             max_tokens=max_model_len if self.max_tokens is None else max(self.max_tokens, 1),
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
@@ -111,42 +119,56 @@ class Preparation:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= model.eos_token_ids
-        detokenizer = None
-        if model.tokenizer is not None and params.detokenize:
-            detokenizer = model.tokenizer.detokenizer(
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-                prompt_ids=token_ids.tolist(),
-            )
-        stops = tuple(params.stop)
         bad_words = self._resolver.bad_words(params)
         if bad_words.sequences:
             raise InvalidParamsError(f"bad_words of several tokens are not supported yet: {params.bad_words!r:.80}")
         sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
-        guide = self._guide(params, stop_ids)
+        guides = self._guides(params, stop_ids)
         return Prepared(
             token_ids=token_ids,
-            sampling=sampling if guide is None else replace(sampling, late=True),
+            choices=tuple([self._choice(params, i, sampling, token_ids, guide) for i, guide in enumerate(guides)]),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=stop_ids,
+            logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
+        )
+
+    def _choice(
+        self, params: SamplingParams, choice: int, sampling: RowSampling, token_ids: Int32Array, guide: Guide | None
+    ) -> PreparedChoice:
+        tokenizer, stops = self._model.tokenizer, tuple(params.stop)
+        detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            detokenizer = tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_ids=token_ids.tolist(),
+            )
+        if choice or guide is not None:
+            told = None if choice else sampling.prompt_logprobs  # the prompt is that of the first choice
+            sampling = replace(sampling, choice=choice, late=guide is not None, prompt_logprobs=told)
+        return PreparedChoice(
+            sampling=sampling,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
-            logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
             guide=guide,
         )
 
-    def _guide(self, params: SamplingParams, stop_ids: frozenset[int]) -> Guide | None:
+    def _guides(self, params: SamplingParams, stop_ids: frozenset[int]) -> Sequence[Guide | None]:
+        """Of each choice."""
         constraint = self._constrain(params)
         if constraint is None:
-            return None
-        return Guide(
-            constraint,
-            vocab_size=self._model.facts.vocab_size,
-            min_tokens=params.min_tokens,
-            stop_ids=stop_ids,
-            jumps=params.logprobs is None and params.logprob_token_ids is None,
-        )
+            return [None] * params.n
+        return [
+            Guide(
+                own,
+                vocab_size=self._model.facts.vocab_size,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+                jumps=params.logprobs is None and params.logprob_token_ids is None,
+            )
+            for own in (constraint, *(constraint.copy() for _ in range(params.n - 1)))
+        ]
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
         """The ids of a text, by the tokenizer's own rule for special tokens, or of messages, by the template's."""

@@ -27,7 +27,6 @@ DEFAULTS: Mapping[str, float | int] = {
 }
 
 NOT_YET: Mapping[str, Any] = {
-    "n": 1,
     "dry_multiplier": 0.0,
     "thinking_token_budget": None,
     "repetition_detection": None,
@@ -36,7 +35,7 @@ NOT_YET: Mapping[str, Any] = {
 }
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
-NOT_YET_ON_A_GPU: Mapping[str, Any] = {"structured_output": None}
+NOT_YET_ON_A_GPU: Mapping[str, Any] = {"n": 1, "structured_output": None}
 """The same for a model that runs there."""
 
 WordIds = tuple[int, ...]

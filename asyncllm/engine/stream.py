@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import anyio
 
 from asyncllm.engine import process
-from asyncllm.engine.mailbox import Ending, Mailbox, Stage
+from asyncllm.engine.choice_reader import ChoiceReader
+from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
@@ -28,7 +31,8 @@ class TokenStream:
     to the event loop it was submitted in, and one task may iterate it at a time. The request is aborted by leaving
     the `async with` block, by `aclose()`, by cancelling the task that waits in it, and by dropping it.
 
-    Each delta has all that is new since the one before, so a slow reader gets fewer and longer ones.
+    Each delta has all that is new of its choice since that one's delta before, so a slow reader gets fewer and longer
+    ones. Choices that have something new take turns.
     """
 
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
@@ -39,7 +43,8 @@ class TokenStream:
         self._loop: asyncio.AbstractEventLoop | None = None  # where it was submitted
         self._pid = process.pid  # likewise
         self._finalizer: weakref.finalize[[], TokenStream] | None = None
-        self._read = 0  # how many of the mailbox's ids are past
+        self._choices = [ChoiceReader(mailbox, index) for index in range(len(mailbox.choices))]
+        self._readers = deque(self._choices)  # of choices whose last delta is not read, the next one first
         self._over = False  # the last delta was read, or the stream was closed
 
     @property
@@ -75,27 +80,16 @@ class TokenStream:
 
     async def __anext__(self) -> TokenDelta:
         mailbox = self._mailbox
-        ids, texts = mailbox.ids, mailbox.texts
         if self._loop is None and not self._over:
             await self.start()
-        elif len(ids) > self._read and mailbox.ending is None:
+        elif mailbox.ending is None and self._is_more_there():
             await self._pause()
         while True:
-            ending = mailbox.ending  # before the ids are counted: it is set after the last of them
-            read, known = self._read, len(ids)
-            if ending is not None or self._over:
-                return self._last_delta(ending)
-            if known > read:
-                self._read = known
-                if mailbox.scores is not None:
-                    return self._scored_delta(read, known)
-                if known == read + 1:
-                    return TokenDelta(texts[read] if texts else "", (ids[read],))
-                return TokenDelta("".join(texts[read:known]), tuple(ids[read:known]))
-            if mailbox.failure is not None:
-                return self._last_delta(None)
+            delta = self._next_delta()
+            if delta is not None:
+                return delta
             waiter = self._make_waiter()
-            if len(ids) > known or mailbox.done:  # it came before the engine could see the waiter
+            if self._is_more_there():  # it came before the engine could see the waiter
                 mailbox.waiter = None
                 continue
             try:
@@ -124,24 +118,12 @@ class TokenStream:
             assert mailbox.failure is not None
             raise mailbox.failure
         self._finish()
-        ending, ids = mailbox.ending, tuple(mailbox.ids)
-        text = "".join(mailbox.texts) + ending.tail
         return Completion(
             request_id=mailbox.request_id,
-            choices=(
-                Choice(
-                    0,
-                    text,
-                    ids,
-                    ending.reason,
-                    ending.stop_reason,
-                    self._logprobs(0, len(ids)),
-                    self._outcome(text, ending),
-                ),
-            ),
-            usage=ending.usage,
+            choices=tuple([self._outcome(reader.choice()) for reader in self._choices]),
+            usage=mailbox.ending.usage,
             prompt_token_ids=tuple(mailbox.prompt.tolist()),
-            metrics=ending.metrics,
+            metrics=mailbox.ending.metrics,
             prompt_logprobs=self._prompt_logprobs(),
         )
 
@@ -206,47 +188,54 @@ class TokenStream:
         waiter = self._mailbox.waiter = self._check_loop().create_future()
         return waiter
 
-    def _scored_delta(self, read: int, known: int) -> TokenDelta:
-        mailbox = self._mailbox
-        text, ids = "".join(mailbox.texts[read:known]), tuple(mailbox.ids[read:known])
-        return TokenDelta(text, ids, logprobs=self._logprobs(read, known))
+    def _next_delta(self) -> TokenDelta | None:
+        """What can be read now; None where that is nothing."""
+        if self._over:
+            raise StopAsyncIteration
+        mailbox, readers = self._mailbox, self._readers
+        ending = mailbox.ending  # before anything is counted: it is set last
+        for _ in range(len(readers)):
+            reader = readers[0]
+            if reader.box.end is not None:
+                if len(readers) > 1:
+                    return readers.popleft().last_delta(None)
+                if ending is not None:
+                    self._finish()
+                    return reader.last_delta(ending.usage)
+            elif reader.unread:
+                readers.rotate(-1)
+                return reader.next_delta()
+            readers.rotate(-1)
+        if mailbox.failure is not None:
+            self._finish()
+            raise mailbox.failure
+        return None
 
-    def _logprobs(self, read: int, known: int) -> tuple[PositionLogprobs, ...] | None:
-        """Of the ids from `read` to before `known`; None where they were not asked for."""
-        mailbox = self._mailbox
-        if mailbox.scores is None or mailbox.reader is None:
-            return None
-        return mailbox.reader.read(mailbox.scores[read:known])
+    def _is_more_there(self) -> bool:
+        """Whether `_next_delta` has something to say."""
+        if self._mailbox.done:
+            return True
+        readers = self._readers
+        if len(readers) == 1:  # whose end is told with the request's, which follows at once
+            return readers[0].unread and readers[0].box.end is None
+        return any(reader.unread or reader.box.end is not None for reader in readers)
 
-    def _outcome(self, text: str, ending: Ending) -> object:
-        """What `Choice.parsed` gives, or the error that it raises."""
-        if self._structured is None or ending.reason is not FinishReason.STOP or isinstance(ending.stop_reason, str):
-            return None
+    def _outcome(self, choice: Choice) -> Choice:
+        """With what `Choice.parsed` gives, or the error that it raises."""
+        if self._structured is None or choice.finish_reason is not FinishReason.STOP:
+            return choice
+        if isinstance(choice.stop_reason, str):
+            return choice
         try:
-            return self._structured.parse(text)
+            return replace(choice, outcome=self._structured.parse(choice.text))
         except ValueError as error:
-            return error
+            return replace(choice, outcome=error)
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox
         if mailbox.prompt_scores is None or mailbox.reader is None:
             return None
         return (None, *mailbox.reader.read(mailbox.prompt_scores))
-
-    def _last_delta(self, ending: Ending | None) -> TokenDelta:
-        """What is left once no more will come."""
-        if self._over:
-            raise StopAsyncIteration
-        mailbox, read = self._mailbox, self._read
-        if ending is None:
-            self._finish()
-            assert mailbox.failure is not None
-            raise mailbox.failure
-        text = "".join(mailbox.texts[read:]) + ending.tail
-        ids = tuple(mailbox.ids[read:])
-        self._finish()
-        logprobs = self._logprobs(read, len(mailbox.ids))
-        return TokenDelta(text, ids, 0, ending.reason, ending.stop_reason, ending.usage, logprobs)
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait for something that the engine's thread will tell this mailbox."""
@@ -273,6 +262,6 @@ class TokenStream:
 
     def _finish(self) -> None:
         """All is read: nothing is left to abort."""
-        self._read, self._over = len(self._mailbox.ids), True
+        self._over = True
         if self._finalizer is not None:
             self._finalizer.detach()

@@ -24,6 +24,7 @@ from asyncllm.engine.plan import (
     Adjustment,
     CacheGroup,
     Float32Array,
+    Fork,
     LateSamples,
     LateTokens,
     RowJoin,
@@ -141,6 +142,8 @@ class ShadowDevice:
             self._write(work, plan.step)
             self._check_reads(work, plan.step)
             works.append(work)
+        for fork in plan.forks:
+            self._fork(fork, plan)
         for work in works:  # nor may a later one have written over it
             self._check_reads(work, plan.step)
             self._check_kind(work, plan.step)
@@ -149,10 +152,11 @@ class ShadowDevice:
             work.row.keeps = work.keeps
             if work.keeps and work.row.join.sampling.reads_logits:
                 launched.logits.append(self._logits(work.row))
+        self._sample_forks(plan, launched)
         self._launched.append(launched)
 
     def complete_late(self) -> LateTokens | None:
-        """The late tokens of the oldest launched step; None where it has none, or they were handed out."""
+        """The late tokens of the oldest launched step, once; None where it has none."""
         late, self._launched[0].late = self._launched[0].late, None
         return late
 
@@ -275,6 +279,29 @@ class ShadowDevice:
         row.keeps = False
         return _Work(row, start, token_ids, samples, keeps)
 
+    def _fork(self, fork: Fork, plan: StepPlan) -> None:
+        """A row begins where a chunk ends, with its history. What its blocks hold is looked at when it reads them."""
+        chunk = plan.chunks[fork.chunk]
+        _require(chunk.samples or chunk.keeps, f"step {plan.step} forks from a chunk that has no logits")
+        row, source = self._rows.get(fork.row), self._rows[chunk.row]
+        if row is None or row.started:
+            raise ShadowFault(f"step {plan.step} forks row {fork.row}, which did not join in it")
+        self._reserve(row, source.position)
+        row.started = True
+        row.position = source.position
+        row.histories[: row.position] = source.histories[: row.position]
+
+    def _sample_forks(self, plan: StepPlan, launched: _Launched) -> None:
+        for fork in plan.forks:
+            row = self._rows[fork.row]
+            launched.rows.append(fork.row)
+            row.keeps = row.join.sampling.late
+            _require(row.keeps == plan.chunks[fork.chunk].keeps, f"step {plan.step} forks a row of another kind")
+            if not row.keeps:
+                launched.token_ids.append(self._sample(row))
+            elif row.join.sampling.reads_logits:
+                launched.logits.append(self._logits(row))
+
     def _check_kind(self, work: _Work, step: int) -> None:
         late, request = work.row.join.sampling.late, work.row.join.request
         _require(not (work.samples and late), f"step {step} samples request {request}, which is late, on its own")
@@ -334,8 +361,7 @@ class ShadowDevice:
             self._writers[blocks, slots] = row.incarnation
 
     def _check_reads(self, work: _Work, step: int) -> None:
-        """Every position that the work attends to, its own included, holds the row's history, and nobody else has
-        written there since the row got the block."""
+        """What the work attends to, itself included, is the row's history; nobody else wrote there meanwhile."""
         row = work.row
         for g, group in enumerate(self.config.groups):
             positions = np.arange(_first_read(group, work.start), work.end)

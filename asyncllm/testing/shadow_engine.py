@@ -159,7 +159,9 @@ class ShadowModel:
             sampling_defaults=self._sampling_defaults,
         )
 
-    def expected(self, prompt: Sequence[int], length: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
+    def expected(
+        self, prompt: Sequence[int], length: int, *, temperature: float = 0.0, seed: int = 0, choice: int = 0
+    ) -> list[int]:
         """The ids that follow a prompt."""
-        sampling = RowSampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed % 2**64)
+        sampling = RowSampling(temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed % 2**64, choice=choice)
         return reference_output(prompt, sampling, self.vocab_size, length)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.engine.plan import StepPlan
+from asyncllm.engine.plan import Chunk, StepPlan
 from asyncllm.engine.scheduling.prefix_index import block_hash, root_hash
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.engine.scheduling.request import RequestSpec
@@ -40,6 +40,8 @@ class Expected:
     aborted: bool = False
     spoken: int | None = None  # late: how many tokens were out when the host last said its word
     joined: bool = False
+    leading: bool = False  # there is another whose prompt it can wait for
+    prompted: bool = False  # a step has computed all of its prompt
     released: bool = False
 
     @property
@@ -83,6 +85,7 @@ class Simulation:
         self._chains: dict[int, bytes] = {}  # request -> the hash of its last full block
         self._log: list[tuple[str, object]] = []  # calls that change the scheduler
         self._plans: list[bytes] = []
+        self._rows: dict[int, int] = {}  # row -> who took it last
 
     @property
     def live(self) -> list[int]:
@@ -99,6 +102,9 @@ class Simulation:
         host = partial(self._host, prompt) if spec.sampling.late else None
         reference = reference_output(prompt, spec.sampling, self.vocab_size, limit - len(prompt), host)
         self.requests[spec.request] = self._live[spec.request] = expected = Expected(spec, limit, reference)
+        if spec.fork_of is not None:
+            leader = self.requests[spec.fork_of]
+            expected.leading = leader.live and not leader.joined and not leader.output
         self._chains[spec.request] = root_hash({} if spec.cache_salt is None else {"salt": spec.cache_salt})
         self._note_blocks(expected, 0)
         self.check()
@@ -258,9 +264,17 @@ class Simulation:
 
     def _check_joins(self, plan: StepPlan) -> None:
         starts = {chunk.row: chunk.start for chunk in plan.chunks}
+        self._rows.update((join.row, join.request) for join in plan.joins)
+        for chunk in plan.chunks:
+            self.requests[self._rows[chunk.row]].prompted |= chunk.samples or chunk.keeps
+        forked = {self._rows[fork.row]: plan.chunks[fork.chunk] for fork in plan.forks}
         for join in plan.joins:
             expected = self.requests[join.request]
             assert expected.live, f"request {join.request} joins after its end"
+            if join.request in forked:
+                self._check_fork(expected, forked[join.request])
+                continue
+            assert not self._follows(expected), f"request {join.request} does not wait for the prompt that it shares"
             cached = starts[join.row]
             sharers = [
                 other
@@ -274,8 +288,24 @@ class Simulation:
             expected.joined = True
         for join in plan.joins:
             for other in self._live.values():
+                if join.request in forked or self._follows(other):
+                    continue
                 passed_over = not other.joined and self._precedes(other, self.requests[join.request])
                 assert not passed_over, f"request {join.request} passes over request {other.spec.request}"
+
+    def _check_fork(self, expected: Expected, chunk: Chunk) -> None:
+        leader = self.requests[self._rows[chunk.row]]
+        assert expected.spec.fork_of == leader.spec.request, f"request {expected.spec.request} forks from another"
+        assert expected.history == leader.history, f"request {expected.spec.request} forks from another history"
+        assert chunk.start + len(chunk.token_ids) == len(leader.history)
+        expected.joined = True
+
+    def _follows(self, expected: Expected) -> bool:
+        """Whether the request waits for the prompt of the one whose choice it is."""
+        if expected.spec.fork_of is None or expected.joined or not expected.leading:
+            return False
+        leader = self.requests[expected.spec.fork_of]
+        return leader.live and not leader.prompted
 
     def _precedes(self, a: Expected, b: Expected) -> bool:
         """Whether a is to be admitted before b: by level of priority and age, deadline, arrival."""

@@ -42,10 +42,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _add(self, shape: RequestShape, earlier: list[int] | None = None) -> None:
         simulation = self.simulation
-        spec = shape.spec(
+        specs = shape.specs(
             len(simulation.requests), arrival=simulation.now, capacity=simulation.config.capacity, earlier=earlier
         )
-        simulation.add(spec)
+        for spec in specs:
+            simulation.add(spec)
 
     @rule(shapes=st.lists(request_shapes(), min_size=1, max_size=3))
     def add(self, shapes: list[RequestShape]) -> None:

@@ -16,7 +16,7 @@ def test_my_scheduler(config, shapes):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -47,6 +47,15 @@ class RequestShape:
     patience: float | None  # seconds from arrival to deadline
     cache_salt: str | None
     late: bool = False  # each token waits for the host's word
+
+    choices: int = 1  # so many requests of this prompt, the others further choices of the first
+
+    def specs(
+        self, request: int, *, arrival: float, capacity: int, earlier: Sequence[int] | None = None
+    ) -> list[RequestSpec]:
+        """As `spec`, and its further choices, whose ids follow."""
+        first = self.spec(request, arrival=arrival, capacity=capacity, earlier=earlier)
+        return [first, *(fork_spec(first, choice) for choice in range(1, self.choices))]
 
     def spec(self, request: int, *, arrival: float, capacity: int, earlier: Sequence[int] | None = None) -> RequestSpec:
         """The request of this shape; its prompt is cut so that it fits `capacity` tokens with one to generate.
@@ -79,8 +88,15 @@ class RequestShape:
         )
 
 
+def fork_spec(spec: RequestSpec, choice: int) -> RequestSpec:
+    """A further choice of this request; its id is so much higher."""
+    sampling = replace(spec.sampling, choice=choice)
+    return replace(spec, request=spec.request + choice, sampling=sampling, fork_of=spec.request)
+
+
 def request_shapes() -> st.SearchStrategy[RequestShape]:
-    """Short prompts, often with a shared beginning; now and then a stop id, a deadline, a salt, a late request."""
+    """Short prompts, often with a shared beginning; now and then a stop id, a deadline, a salt, a late
+    request, or several choices of one."""
     return st.builds(
         RequestShape,
         family=st.integers(0, 1),
@@ -96,6 +112,7 @@ def request_shapes() -> st.SearchStrategy[RequestShape]:
         patience=st.sampled_from((None, None, None, None, None, None, 0.0, 4.0)),
         cache_salt=st.sampled_from((None, None, None, "a")),
         late=st.sampled_from((False, False, True)),
+        choices=st.sampled_from((1, 1, 1, 2, 3)),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.api import create_aiohttp_app
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.api.page_app import PageApp, serve
@@ -257,8 +258,6 @@ def tokenizer() -> Tokenizer:
 
 async def test_in_the_app_itself(tokenizer: Tokenizer) -> None:
     """The page's own requests are answered by the real service, key and all."""
-    from asyncllm.api import create_aiohttp_app
-
     model = ShadowModel(latency=0.005, vocab_size=49152, tokenizer=tokenizer)
     running = AsyncEngine(model, num_blocks=300, max_num_seqs=6, max_model_len=1000)
     async with running, opened(create_aiohttp_app(running, api_keys=["sesame"])) as window:

@@ -60,10 +60,10 @@ async def test_steps_are_launched_ahead_and_before_delivery(run_ahead: int) -> N
     hand = HandDriven(run_ahead=run_ahead)
     seen: list[tuple[int, int]] = []
     mailbox = await hand.open()
-    hand.runner.on_launch = lambda plan: seen.append((plan.step, len(mailbox.ids)))
+    hand.runner.on_launch = lambda plan: seen.append((plan.step, len(mailbox.choices[0].ids)))
     assert len(hand.runner.waiting) == run_ahead + 1
     await hand.runner.complete(3)
-    assert len(mailbox.ids) == 3
+    assert len(mailbox.choices[0].ids) == 3
     # When step n + run_ahead + 1 was launched, n tokens had been delivered: step n's own came after.
     assert seen == [(n + run_ahead + 1, n) for n in range(3)]
 
@@ -96,7 +96,7 @@ async def test_a_blocked_loop_is_not_woken_again_and_again() -> None:
     before = len(loop.wake_ups)
     await hand.runner.complete(10)
     assert len(loop.wake_ups) == before
-    assert all(len(mailbox.ids) > 30 for mailbox in mailboxes)  # nothing is lost meanwhile
+    assert all(len(mailbox.choices[0].ids) > 30 for mailbox in mailboxes)  # nothing is lost meanwhile
 
 
 async def test_nobody_is_woken_for_streams_that_nobody_waits_at() -> None:
@@ -141,7 +141,7 @@ async def test_many_commands_do_not_hold_up_a_step() -> None:
     left: list[int] = []
     hand.runner.on_launch = lambda plan: left.append(len(hand.core._commands))
     await hand.runner.complete()
-    assert running.ids
+    assert running.choices[0].ids
     assert left[0] > COMMANDS_A_TURN
     assert not hand.core._commands
 
@@ -153,7 +153,7 @@ async def test_max_tokens_of_zero_is_an_empty_answer() -> None:
     hand = HandDriven()
     mailbox = await hand.open(params=SamplingParams(max_tokens=0))
     assert mailbox.ending is not None
-    assert mailbox.ending.reason is FinishReason.LENGTH
+    assert mailbox.choices[0].end.reason is FinishReason.LENGTH
     assert (mailbox.ending.usage.prompt_tokens, mailbox.ending.usage.completion_tokens) == (3, 0)
     assert mailbox.released
     assert not hand.runner.plans
@@ -169,7 +169,7 @@ async def test_stop_ids_and_eos(tokenizer: Tokenizer) -> None:
     ignored = await hand.open(params=SamplingParams(ignore_eos=True, max_tokens=4))
     later = await hand.open(params=SamplingParams(min_tokens=3, max_tokens=9))
     plans = [join for plan in hand.runner.plans for join in plan.joins]
-    while any(len(mailbox.ids) < 1 for mailbox in (own, kept, later)):
+    while any(len(mailbox.choices[0].ids) < 1 for mailbox in (own, kept, later)):
         await hand.runner.complete()
     plans = [join for plan in hand.runner.plans for join in plan.joins]
     assert [join.sampling.suppress_before for join in plans] == [0, 0, 0, 0, 3 + 3]
@@ -179,17 +179,17 @@ async def test_stop_ids_and_eos(tokenizer: Tokenizer) -> None:
         await hand.runner.complete()
     letter = tokenizer.decode([7])
     for mailbox, reason, stop_reason, text in (
-        (eos, "stop", None, letter * (len(eos.ids) - 1)),
+        (eos, "stop", None, letter * (len(eos.choices[0].ids) - 1)),
         (own, "stop", 7, ""),
         (kept, "stop", 7, letter),
-        (ignored, "length", None, letter * ignored.ids.count(7)),
-        (later, "stop", None, letter * (len(later.ids) - later.ids.count(2))),
+        (ignored, "length", None, letter * ignored.choices[0].ids.count(7)),
+        (later, "stop", None, letter * (len(later.choices[0].ids) - later.choices[0].ids.count(2))),
     ):
         assert mailbox.ending is not None
-        assert (mailbox.ending.reason, mailbox.ending.stop_reason) == (reason, stop_reason)
-        assert "".join(mailbox.texts) + mailbox.ending.tail == text
-        assert mailbox.ending.usage.completion_tokens == len(mailbox.ids)
-    assert eos.ids[-1] == 2
+        assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == (reason, stop_reason)
+        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == text
+        assert mailbox.ending.usage.completion_tokens == len(mailbox.choices[0].ids)
+    assert eos.choices[0].ids[-1] == 2
 
 
 async def test_a_stop_string_ends_the_request_and_what_is_on_its_way_is_dropped(tokenizer: Tokenizer) -> None:
@@ -203,9 +203,9 @@ async def test_a_stop_string_ends_the_request_and_what_is_on_its_way_is_dropped(
             if hand.runner.waiting:
                 await hand.runner.complete()
         assert mailbox.ending is not None
-        assert (mailbox.ending.reason, mailbox.ending.stop_reason) == ("stop", "bb")
-        assert mailbox.ids == [a, b, b]
-        assert "".join(mailbox.texts) + mailbox.ending.tail == text
+        assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == ("stop", "bb")
+        assert mailbox.choices[0].ids == [a, b, b]
+        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == text
         assert mailbox.released
 
 
@@ -216,7 +216,7 @@ async def test_a_stop_string_wins_over_the_length(tokenizer: Tokenizer) -> None:
     while hand.runner.waiting:
         await hand.runner.complete()
     assert mailbox.ending is not None
-    assert (mailbox.ending.reason, mailbox.ending.stop_reason) == ("stop", "bb")
+    assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == ("stop", "bb")
 
 
 async def test_no_stop_string_in_the_first_min_tokens(tokenizer: Tokenizer) -> None:
@@ -226,9 +226,9 @@ async def test_no_stop_string_in_the_first_min_tokens(tokenizer: Tokenizer) -> N
     while hand.runner.waiting:
         await hand.runner.complete()
     assert mailbox.ending is not None
-    assert (mailbox.ending.reason, mailbox.ending.stop_reason) == ("stop", "bb")
-    assert "".join(mailbox.texts) + mailbox.ending.tail == "b" * 5
-    assert len(mailbox.ids) == 7
+    assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == ("stop", "bb")
+    assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == "b" * 5
+    assert len(mailbox.choices[0].ids) == 7
 
 
 async def test_withheld_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
@@ -237,10 +237,10 @@ async def test_withheld_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
     mailbox = await hand.open(params=SamplingParams(stop="bbbc", max_tokens=4))
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert "".join(mailbox.texts) == "b"
+    assert "".join(mailbox.choices[0].texts) == "b"
     assert mailbox.ending is not None
-    assert mailbox.ending.tail == "bbb"
-    assert mailbox.ending.reason is FinishReason.LENGTH
+    assert mailbox.choices[0].end.tail == "bbb"
+    assert mailbox.choices[0].end.reason is FinishReason.LENGTH
 
 
 async def test_deadlines() -> None:
@@ -254,9 +254,9 @@ async def test_deadlines() -> None:
         await hand.runner.complete()
     for mailbox in (running, waiting, late):
         assert mailbox.ending is not None
-        assert mailbox.ending.reason is FinishReason.DEADLINE
+        assert mailbox.choices[0].end.reason is FinishReason.DEADLINE
         assert mailbox.released
-    assert running.ids
+    assert running.choices[0].ids
     assert waiting.ending is not None
     assert waiting.ending.metrics.scheduled is None
 
@@ -270,7 +270,7 @@ async def test_a_deadline_passes_while_no_step_runs() -> None:
     assert not hand.runner.plans
     await asyncio.sleep(0.1)
     assert mailbox.ending is not None
-    assert mailbox.ending.reason is FinishReason.DEADLINE
+    assert mailbox.choices[0].end.reason is FinishReason.DEADLINE
 
 
 # --- aborts ---
@@ -311,10 +311,10 @@ async def test_abort_in_every_stage() -> None:
         while hand.runner.waiting:
             await hand.runner.complete()
         assert running.released
-        assert running.ids == []
+        assert running.choices[0].ids == []
         for mailbox in (preparing, queued, running):
             assert mailbox.ending is not None
-            assert mailbox.ending.reason is FinishReason.ABORT
+            assert mailbox.choices[0].end.reason is FinishReason.ABORT
         hand.core.abort("b")  # over: nothing happens
         await settle()
         assert hand.core.statistics().requests_aborted == 3
@@ -330,8 +330,8 @@ async def test_the_requests_of_a_closed_loop_are_aborted_and_no_others() -> None
     gone.closed = True
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert all(mailbox.released and len(mailbox.ids) < 5 for mailbox in orphans)
-    assert len(served.ids) == 8
+    assert all(mailbox.released and len(mailbox.choices[0].ids) < 5 for mailbox in orphans)
+    assert len(served.choices[0].ids) == 8
     assert hand.core.statistics().requests_aborted == 3
     assert not hand.core._live._consumers
 
@@ -366,7 +366,7 @@ async def test_what_cannot_be_served_is_refused_and_others_go_on(tokenizer: Toke
     assert isinstance(duplicate.failure, DuplicateRequestError)
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert len(good.ids) == 8
+    assert len(good.choices[0].ids) == 8
     again = await hand.open(request_id="good")
     assert again.failure is None
 
@@ -388,7 +388,7 @@ async def test_a_failed_step_fails_its_requests_alone(run_ahead: int) -> None:
     assert failing[0].failure is not failing[1].failure
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert len(waiting.ids) == 8
+    assert len(waiting.choices[0].ids) == 8
     assert hand.core.statistics().blocks_used == 0
 
 
@@ -401,7 +401,7 @@ async def test_results_behind_a_failed_step_are_dropped() -> None:
     await hand.runner.complete()
     await hand.runner.complete()
     assert len(hand.runner.plans) == launched  # nothing is launched until all are in
-    assert len(mailbox.ids) == 1
+    assert len(mailbox.choices[0].ids) == 1
     assert isinstance(mailbox.failure, RequestFailed)
     assert mailbox.released
 
@@ -419,13 +419,13 @@ async def test_a_launch_that_raises_fails_its_step_and_not_the_one_before(run_ah
     before = len(hand.runner.waiting)
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert len(mailbox.ids) == 1 + before
+    assert len(mailbox.choices[0].ids) == 1 + before
     assert isinstance(mailbox.failure, RequestFailed)
     hand.runner.on_launch = lambda plan: None
     after = await hand.open()
     while hand.runner.waiting:
         await hand.runner.complete()
-    assert len(after.ids) == 8
+    assert len(after.choices[0].ids) == 8
 
 
 async def test_a_text_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
@@ -435,7 +435,7 @@ async def test_a_text_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
     def fault(*ids: object) -> str:
         raise ArithmeticError("a bad table")
 
-    live = {request.mailbox: request for request in hand.core._live}
+    live = {request.mailbox: request.branches[0] for request in hand.core._live}
     live[bad].push = fault
     live[at_end].flush = fault
     while hand.runner.waiting:
@@ -444,7 +444,7 @@ async def test_a_text_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
         assert isinstance(mailbox.failure, RequestFailed)
         assert isinstance(mailbox.failure.__cause__, ArithmeticError)
         assert mailbox.released
-    assert len(good.ids) == 8
+    assert len(good.choices[0].ids) == 8
     assert hand.core.statistics().blocks_used == 0
 
 
@@ -532,7 +532,7 @@ async def test_close_ends_streams_once_the_drain_is_over() -> None:
     while hand.runner.waiting:
         await hand.runner.complete()
     await asyncio.wait_for(served, 1)
-    assert len(running.ids) == 3
+    assert len(running.choices[0].ids) == 3
 
 
 async def test_close_returns_as_soon_as_everything_has_ended() -> None:

@@ -19,7 +19,7 @@ async def test_a_launch_that_raises_loses_no_token_that_came_before() -> None:
     await hand.runner.complete(2)
     hand.runner.on_launch = refuse
     await hand.runner.complete()
-    assert mailbox.ids == [7, 7, 7]
+    assert mailbox.choices[0].ids == [7, 7, 7]
     assert isinstance(mailbox.failure, RequestFailed)
     assert mailbox.released
 
@@ -32,7 +32,7 @@ async def test_a_surplus_launch_that_raises_spares_a_request_whose_stop_string_h
     await hand.runner.complete()
     assert mailbox.failure is None
     assert mailbox.ending is not None
-    assert mailbox.ending.stop_reason == stop
+    assert mailbox.choices[0].end.stop_reason == stop
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -45,5 +45,5 @@ async def test_after_a_lost_step_the_engine_goes_on(run_ahead: int) -> None:
     assert isinstance(lost.failure, RequestFailed)
     later = await hand.open((5, 6), SamplingParams(max_tokens=2))
     await hand.runner.complete(2)
-    assert later.ids == [7, 7]
+    assert later.choices[0].ids == [7, 7]
     assert later.ending is not None

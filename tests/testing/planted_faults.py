@@ -10,6 +10,7 @@ from asyncllm.engine.plan import NULL_BLOCK, LateTokens, StepResult
 from asyncllm.engine.scheduling.prefix_index import first_block_read
 from asyncllm.engine.scheduling.reports import StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request
+from asyncllm.engine.scheduling.row_table import RowMap
 from asyncllm.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from asyncllm.engine.scheduling.step_draft import StepDraft
 
@@ -93,10 +94,10 @@ class StarvedRequest(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
 
-        def plan_waiting(draft: StepDraft, now: float) -> None:
+        def plan_waiting(draft: StepDraft) -> None:
             for request in list(self._roster._waiting):
                 if self._rows.free and draft.budget:
-                    self._planner._admit(request, 0, draft, now)
+                    self._planner._admit(request, 0, draft)
 
         replace(self._planner, "_plan_waiting", plan_waiting)
 
@@ -189,3 +190,49 @@ class LateTokensInPlanOrder(Scheduler):
     def apply_late(self, tokens: LateTokens) -> StepTokens:
         self._in_flight[0].late.sort(key=lambda sample: sample.request.id)
         return super().apply_late(tokens)
+
+
+class ForkWithoutCopy(Scheduler):
+    """A fork goes on in its own block without what the prompt has in it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+
+        def make_copies(draft: StepDraft) -> None:
+            original(draft)
+            for source in [copy.source for copy in draft.copies]:
+                self.cache.pool.release(source)
+            draft.copies.clear()
+
+        original = self.cache.make_copies
+        replace(self.cache, "make_copies", make_copies)
+
+
+class ForkSharesTooMuch(Scheduler):
+    """A fork goes on in the block that the prompt does not fill, together with the others."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+
+        def fork(request: Request, leader: Request, positions: int, draft: StepDraft) -> None:
+            original(request, leader, positions, draft)
+            for due in [due for due in self.cache._copies_due if due.request is request]:
+                self.cache._copies_due.remove(due)
+                self.cache.pool.release(due.destination)
+                request.tables[due.group][due.index] = due.source
+                draft.edit(due.group, request, due.index, due.source)
+
+        original = self.cache.fork
+        replace(self.cache, "fork", fork)
+
+
+class ForkedTokensSwapped(Scheduler):
+    """The tokens of forks are read before those of chunks."""
+
+    def apply(self, result: StepResult) -> StepTokens:
+        step = self._in_flight[0]
+        forked = [request for request in step.row_map.requests if request in step.forks]
+        others = [request for request in step.row_map.requests if request not in step.forks]
+        if forked:
+            step.row_map = RowMap.of([*forked, *others])
+        return super().apply(result)

@@ -15,8 +15,8 @@ FAULTY = [
 ]
 
 
-def test_there_are_fourteen_faults() -> None:
-    assert len(FAULTY) == 14
+def test_there_are_seventeen_faults() -> None:
+    assert len(FAULTY) == 17
 
 
 @pytest.mark.parametrize("faulty", FAULTY, ids=lambda faulty: faulty.__name__)

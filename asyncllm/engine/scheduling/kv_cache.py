@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from asyncllm.engine.plan import NULL_BLOCK, CacheGroup
@@ -40,6 +41,18 @@ def most_positions(groups: tuple[CacheGroup, ...], block_size: int, num_blocks: 
     return min(low * block_size, limit)
 
 
+@dataclass(frozen=True, slots=True)
+class CopyDue:
+    """A block of a forked request, to be filled before any later step writes."""
+
+    step: int  # the one that forks, and writes the source
+    request: Request
+    group: int
+    index: int
+    source: int
+    destination: int
+
+
 class KvCache:
     """Gives blocks to requests and takes them back. Decides nothing about who comes first."""
 
@@ -49,6 +62,7 @@ class KvCache:
         self._windowed = [g for g, group in enumerate(groups) if group.window is not None]
         self.index = (PrefixIndex if prefix_caching else NoPrefixIndex)(block_size, groups)
         self.pool = BlockPool(num_blocks, self.index)
+        self._copies_due: list[CopyDue] = []  # their sources are held
 
     def shortfall(self, request: Request, positions: int) -> int:
         """Blocks to allocate before the request's first `positions` positions have a place."""
@@ -97,6 +111,39 @@ class KvCache:
             for index in range(request.given_back[g], len(table)):
                 draft.edit(g, request, index, table[index])
         request.remembered = hit.positions // self._block_size
+
+    def fork(self, request: Request, leader: Request, positions: int, draft: StepDraft) -> None:
+        """Start the tables of a request that has a row with the first `positions` positions of another, computed or
+        planned in this step. A block that these do not fill is copied in the next one: `fork_blocks` must be available.
+        """
+        whole = positions // self._block_size
+        request.hashes, request.remembered = [*leader.hashes], leader.remembered
+        for g, blocks in enumerate(leader.tables):
+            first = request.given_back[g] = leader.given_back[g]
+            table = request.tables[g] = blocks[:whole]
+            for index in range(first, whole):
+                self.pool.share(table[index])
+                draft.edit(g, request, index, table[index])
+            if positions % self._block_size:
+                self.pool.share(blocks[whole])
+                table.append(self.pool.allocate())
+                self._copies_due.append(CopyDue(draft.step, request, g, whole, blocks[whole], table[whole]))
+
+    def fork_blocks(self, positions: int) -> int:
+        """Blocks that a fork at this position takes."""
+        return len(self._groups) if positions % self._block_size else 0
+
+    def make_copies(self, draft: StepDraft) -> None:
+        """The step makes the copies that steps before it have left to be made."""
+        for due in self._copies_due:
+            if due.step == draft.step:
+                continue
+            if due.request.row is None:
+                self.pool.release(due.source)
+            else:
+                draft.edit(due.group, due.request, due.index, due.destination)
+                draft.copies.append(BlockCopy(due.source, due.destination))
+        self._copies_due = [due for due in self._copies_due if due.step == draft.step]
 
     def _writable(self, block: int, draft: StepDraft) -> int:
         """This block for its last holder; for others a copy, made before the step writes.
@@ -152,6 +199,9 @@ class KvCache:
         """Release all blocks of a request, what it computed remembered. The end of a prefix goes first, so that it
         is also given up first: without its beginning it would be useless."""
         self.remember(request, request.applied)
+        for due in [due for due in self._copies_due if due.request is request]:
+            self.pool.release(due.source)
+            self._copies_due.remove(due)
         for g, table in enumerate(request.tables):
             for index in range(len(table) - 1, request.given_back[g] - 1, -1):
                 self.pool.release(table[index])
@@ -170,7 +220,7 @@ class KvCache:
 
     def check_integrity(self, requests: Iterable[Request], sources: Iterable[int]) -> None:
         """Raise AssertionError unless these requests and copy sources hold exactly what the pool says is held."""
-        held = Counter(sources)
+        held = Counter([*sources, *(due.source for due in self._copies_due)])
         for request in requests:
             length = len(request.tables[0])
             for table, first in zip(request.tables, request.given_back, strict=True):

@@ -31,6 +31,7 @@ class RequestSpec:
     priority: int = 0  # lower is more important
     deadline: float | None = None
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
+    fork_of: int | None = None  # a further choice of this request: its prompt, salt and order, and otherwise its own
 
     def __post_init__(self) -> None:
         if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1 or not len(self.token_ids):
@@ -53,6 +54,7 @@ class RequestSpec:
 class Phase(Enum):
     """Where a request stands. Only RUNNING has a row; ENDED and PREEMPTED may still hold blocks."""
 
+    FOLLOWING = auto()  # waits for the prompt of the request whose further choice it is; holds nothing
     WAITING = auto()  # in the queue, holds nothing
     RUNNING = auto()
     LAST = auto()  # its last step is planned: nothing to do but to await the token
@@ -74,6 +76,8 @@ class Request:
         "coming",
         "computed",
         "first_scheduled",
+        "followers",
+        "forked_at",
         "given_back",
         "hashes",
         "id",
@@ -103,6 +107,8 @@ class Request:
         self.computed = 0  # positions of applied chunks
         self.caught_up = False  # a step that sampled for it was applied since it joined its row; never of a late one
         self.adjustment: Adjustment | None = None  # late: the host's word about the next token
+        self.forked_at = 0  # the position at which it took a row, where it was forked
+        self.followers: list[Request] = []  # further choices, until its prompt is computed
         self.coming = False  # late: its next token is sampled in a launched step
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]  # blocks; all of one length
         self.given_back = [0] * num_groups  # table entries before this index fell out of the group's window

@@ -2,8 +2,9 @@
 
 ```
 WAITING → RUNNING → LAST → ENDED → gone          ENDED and PREEMPTED requests keep their blocks until no
-   ↑         ↓                ↑                   launched step has them in it; from every phase a request
-   └──── PREEMPTED            └── from anywhere   may end
+   ↑  ↑      ↓   ↑            ↑                   launched step has them in it; from every phase a request
+   │  └─ PREEMPTED            └── from anywhere   may end. A FOLLOWING one runs, or waits like any other,
+   └─ FOLLOWING ─┘                                once the prompt that it shares is computed
 ```
 """
 
@@ -31,6 +32,7 @@ class Roster:
         self._requests: dict[int, Request] = {}
         self._waiting: OrderedQueue[Order, Request] = OrderedQueue()
         self._deadlines: OrderedQueue[tuple[float, int], Request] = OrderedQueue()
+        self._following: dict[int, Request] = {}
         self._draining: list[Request] = []  # ENDED or PREEMPTED, and in a launched step
         self._stop_ids: Counter[int] = Counter()  # of all live requests
         self._ended: list[Ended] = []
@@ -60,8 +62,9 @@ class Roster:
 
     @property
     def num_waiting(self) -> int:
-        """Live requests that are queued or will be once their launched steps are applied."""
-        return len(self._waiting) + sum(request.phase is Phase.PREEMPTED for request in self._draining)
+        """Live requests that are queued, or will be, or follow one that is not through with its prompt."""
+        preempted = sum(request.phase is Phase.PREEMPTED for request in self._draining)
+        return len(self._waiting) + len(self._following) + preempted
 
     @property
     def num_running(self) -> int:
@@ -80,14 +83,40 @@ class Roster:
         return released
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
+        """Queue a new request, or have it follow the one whose choice it is, if that one has not begun."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id} is there already")
         self._requests[request.id] = request
-        self._waiting.add(request.order, request)
+        leader = None if request.spec.fork_of is None else self.live(request.spec.fork_of)
+        if leader is not None and not leader.output and leader.phase is Phase.WAITING:
+            request.phase = Phase.FOLLOWING
+            self._following[request.id] = request
+            leader.followers.append(request)
+        else:
+            self._waiting.add(request.order, request)
         self._stop_ids.update(request.spec.stop_token_ids)
         if request.spec.deadline is not None:
             self._deadlines.add((request.spec.deadline, request.id), request)
+
+    def take_followers(self, leader: Request) -> list[Request]:
+        """Who follows the leader does so no longer: each of them is to be forked or queued."""
+        followers, leader.followers = leader.followers, []
+        live = [request for request in followers if request.phase is Phase.FOLLOWING]
+        for request in live:
+            del self._following[request.id]
+        return live
+
+    def fork(self, request: Request, leader: Request, position: int) -> int:
+        """Give the follower a row at this position, with what the leader has computed."""
+        request.phase = Phase.RUNNING
+        request.forked_at = position
+        request.computed = leader.applied
+        return self._rows.take(request, position)
+
+    def queue(self, request: Request) -> None:
+        """A follower waits on its own."""
+        request.phase = Phase.WAITING
+        self._waiting.add(request.order, request)
 
     def admit(self, request: Request, position: int) -> int:
         """Give the request a row that begins at `position`, from waiting to running."""
@@ -114,6 +143,11 @@ class Roster:
         """End a live request. `reason` is None where its step failed: then `take_ended` does not tell of it."""
         if request.phase is Phase.WAITING:
             self._waiting.remove(request.order)
+        if request.phase is Phase.FOLLOWING:
+            del self._following[request.id]
+        if request.followers:
+            for follower in self.take_followers(request):
+                self.queue(follower)
         if request.row is not None:
             self._rows.vacate(request)
         if request.spec.deadline is not None:
@@ -169,12 +203,15 @@ class Roster:
         self._waiting.check_integrity()
         self._deadlines.check_integrity()
         waiting, draining, deadlines = set(), set(), set()
+        following: set[int] = set()
         stop_ids: Counter[int] = Counter()
         for request in self._requests.values():
             phase, spec = request.phase, request.spec
+            if phase is Phase.WAITING or phase is Phase.FOLLOWING:
+                assert not any(request.tables), f"request {request.id} waits with blocks"
             if phase is Phase.WAITING:
                 waiting.add(request.id)
-                assert not any(request.tables), f"request {request.id} waits with blocks"
+            following.update(follower.id for follower in request.followers if follower.phase is Phase.FOLLOWING)
             if phase is Phase.PREEMPTED or phase is Phase.ENDED:
                 draining.add(request.id)
             if phase is not Phase.ENDED:
@@ -185,6 +222,7 @@ class Roster:
             has_row = request.row is not None
             assert phase is Phase.LAST or has_row is (phase is Phase.RUNNING), f"request {request.id}: {phase}"
             assert request.known <= request.limit, f"request {request.id} passed its limit"
+        assert self._following.keys() == following, "who follows is not who should"
         assert {request.id for request in self._waiting} == waiting, "the queue differs from who waits"
         assert sorted(request.id for request in self._draining) == sorted(draining), "who drains is not who should"
         assert {request.id for request in self._deadlines} == deadlines, "a deadline is lost, or outlived its request"

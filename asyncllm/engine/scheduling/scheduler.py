@@ -171,8 +171,9 @@ class Scheduler:
             return None
         draft = self._planner.draft(self._next_step, now)
         steady = self._rows.steady()
-        if not steady.map.ids and not draft.chunks and not draft.late and not draft.late_finals:
+        if not steady.map.ids and draft.empty:
             return None
+        self.cache.make_copies(draft)
         plan = draft.plan(steady, steady is not self._last_steady)
         launched = draft.launched(steady)
         self._rows.advance(steady, draft.step)
@@ -229,6 +230,9 @@ class Scheduler:
         for chunk, request in zip(step.chunks, step.chunk_requests, strict=True):
             request.computed = chunk.start + len(chunk.token_ids)
             request.caught_up |= chunk.samples
+        for request in step.forks:
+            request.computed = request.forked_at
+            request.caught_up = not request.late
         if not self._roster.stop_ids.isdisjoint(token_ids):
             self._end_stopped(row_map, token_ids)
         for request in step.finals:
@@ -270,7 +274,7 @@ class Scheduler:
             for block in launched.sources:
                 self.cache.pool.release(block)
             late = [sample.request for sample in launched.late]
-            for request in (*launched.row_map.requests, *launched.chunk_requests, *late):
+            for request in (*launched.row_map.requests, *launched.chunk_requests, *launched.forks, *late):
                 if request.phase is not Phase.ENDED:
                     ended.append(request.id)
                     self._roster.end(request, None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncllm.engine.plan import Adjustment, Chunk, Int32Array, LateSamples, RowJoin, StepPlan, TableEdits
+from asyncllm.engine.plan import Adjustment, Chunk, Fork, Int32Array, LateSamples, RowJoin, StepPlan, TableEdits
 from asyncllm.engine.scheduling.request import Request
 from asyncllm.engine.scheduling.row_table import RowMap, SteadyRows
 
@@ -53,6 +53,7 @@ class LaunchedStep:
     sources: list[int]  # blocks held until their copies are made
     finals: list[Request]  # it samples their last tokens
     borders: list[Request]
+    forks: list[Request]
     late: list[LateSample]  # in the order of the plan's rows
     late_decoding: int  # the first so many compute a position as well
     late_applied: bool  # the late tokens are in, or there are none
@@ -64,12 +65,15 @@ class StepDraft:
     """Collects what a step will do."""
 
     step: int
+    now: float
     budget: int  # positions that chunks may still take
     joins: list[RowJoin] = field(default_factory=list)
     edits: list[TableEdit] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_requests: list[Request] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    fork_requests: list[Request] = field(default_factory=list)  # whose forks they are
     entered: set[int] = field(default_factory=set)
     finals: list[Request] = field(default_factory=list)
     late: list[LateSample] = field(default_factory=list)  # that compute their new token as well
@@ -80,6 +84,11 @@ class StepDraft:
         """Note a new entry in the block table of a request's row."""
         assert request.row is not None
         self.edits.append(TableEdit(group, request.row, index, block))
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is done for any row that is not steady."""
+        return not self.chunks and not self.late and not self.late_finals
 
     def plan(self, steady: SteadyRows, changed: bool) -> StepPlan:
         """The finished plan."""
@@ -97,6 +106,7 @@ class StepDraft:
             decode_rows=steady.rows,
             decode_changed=changed,
             late=self._late_samples(),
+            forks=tuple(self.forks),
         )
 
     def _late_samples(self) -> LateSamples | None:
@@ -123,7 +133,8 @@ class StepDraft:
         row_map = steady.map
         if self.chunks:
             zipped = zip(self.chunks, self.chunk_requests, strict=True)
-            row_map += RowMap.of([request for chunk, request in zipped if chunk.samples])
+            sampling = [request for chunk, request in zipped if chunk.samples]
+            row_map += RowMap.of([*sampling, *(request for request in self.fork_requests if not request.late)])
         return LaunchedStep(
             step=self.step,
             row_map=row_map,
@@ -133,6 +144,7 @@ class StepDraft:
             sources=[copy.source for copy in self.copies],
             finals=self.finals,
             borders=self.borders,
+            forks=self.fork_requests,
             late=[*self.late, *self.late_finals],
             late_decoding=len(self.late),
             late_applied=not self.late and not self.late_finals,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from asyncllm.engine.plan import Chunk
+from asyncllm.engine.plan import Chunk, Fork
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.roster import Roster
@@ -36,9 +36,9 @@ class StepPlanner:
         """What the step will do beside the next position of each steady row."""
         self._turn_rows()
         rows = self._rows
-        draft = StepDraft(step, self._config.max_batched_tokens - rows.num_steady - rows.num_ready)
+        draft = StepDraft(step, now, self._config.max_batched_tokens - rows.num_steady - rows.num_ready)
         if self._plan_running(draft):
-            self._plan_waiting(draft, now)
+            self._plan_waiting(draft)
         self._finals = draft.finals
         return draft
 
@@ -132,29 +132,56 @@ class StepPlanner:
         draft.budget -= end - start
         draft.entered.update(self._cache.remember(request, end))
         self._rows.advance_to(request, end, draft.step)
-        if keeps:
-            self._rows.keep_logits(request)
-        elif samples and end + 1 == request.limit:
-            self._finalize(request, draft)
-        elif samples:
-            self._sampled.append(request)
+        if caught_up:
+            self._go_on(request, draft)
+            if request.followers:
+                self._fork_followers(request, draft)
         return end == wanted
+
+    def _go_on(self, request: Request, draft: StepDraft) -> None:
+        """All that the request knows is planned, and this step samples its next token, or keeps the logits for it."""
+        if request.late:
+            self._rows.keep_logits(request)
+        elif request.known + 1 == request.limit:
+            self._finalize(request, draft)
+        else:
+            self._sampled.append(request)
+
+    def _fork_followers(self, leader: Request, draft: StepDraft) -> None:
+        """The last chunk is that of a prompt which further choices wait for: they take rows, as long as there are some
+        and blocks to spare, and sample from the same logits. The others queue. (A late one may know forced tokens
+        already, and then it must be the same ones.)
+        """
+        for request in self._roster.take_followers(leader):
+            spare = self._cache.pool.available - sum(map(self._cache.owed, self._rows.lagging()))
+            spare -= len(self._config.groups) * (self._rows.used + 1)
+            if request.output != leader.output or not self._rows.free or spare < self._cache.fork_blocks(leader.known):
+                self._roster.queue(request)
+                continue
+            row = self._roster.fork(request, leader, leader.known)
+            draft.joins.append(request.join(row))
+            self._cache.fork(request, leader, leader.known, draft)
+            draft.forks.append(Fork(len(draft.chunks) - 1, row))
+            draft.fork_requests.append(request)
+            request.first_scheduled = draft.now
+            self._rows.advance_to(request, leader.known, draft.step)
+            self._go_on(request, draft)
 
     def _finalize(self, request: Request, draft: StepDraft) -> None:
         """This step samples the request's last token."""
         request.phase = Phase.LAST
         draft.finals.append(request)
 
-    def _plan_waiting(self, draft: StepDraft, now: float) -> None:
+    def _plan_waiting(self, draft: StepDraft) -> None:
         """Admit requests in their order as long as rows, blocks and budget last."""
         owed = sum(map(self._cache.owed, self._rows.lagging())) if self._roster.first_waiting else 0
         while self._rows.free and draft.budget:
             request = self._roster.first_waiting
-            if request is None or not self._admit(request, owed, draft, now):
+            if request is None or not self._admit(request, owed, draft):
                 break
             owed += self._cache.owed(request)
 
-    def _admit(self, request: Request, owed: int, draft: StepDraft, now: float) -> bool:
+    def _admit(self, request: Request, owed: int, draft: StepDraft) -> bool:
         """Give the first in the queue a row, if there are blocks for all that it knows, and to spare: `owed` for what
         running requests know, and one in each group for every running row."""
         spare = self._cache.pool.available - owed - len(self._config.groups) * self._rows.used
@@ -169,7 +196,7 @@ class StepPlanner:
         draft.joins.append(request.join(row))
         self._cache.open(request, hit, draft)
         if request.first_scheduled is None:
-            request.first_scheduled = now
+            request.first_scheduled = draft.now
             request.cached_tokens = hit.positions
             self.prompt_tokens += len(request.spec.token_ids)
             self.prompt_tokens_cached += hit.positions

@@ -46,7 +46,7 @@ class Owner:
     def __init__(self, *groups: CacheGroup, num_blocks: int = 12) -> None:
         self.groups = groups
         self.cache = KvCache(groups, 4, num_blocks, prefix_caching=True)
-        self.draft = StepDraft(step=0, budget=0)
+        self.draft = StepDraft(step=0, now=0.0, budget=0)
         self.requests: list[Request] = []
 
     def open(self, tokens: range) -> Request:

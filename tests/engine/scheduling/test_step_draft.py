@@ -29,7 +29,7 @@ def make_draft() -> tuple[StepDraft, SteadyRows]:
     requests = [make_request(request=i) for i in range(4)]
     for row, request in enumerate(requests):
         request.row = row
-    draft = StepDraft(step=5, budget=10)
+    draft = StepDraft(step=5, now=0.0, budget=10)
     draft.joins.append(RowJoin(2, 2, GREEDY))
     draft.edit(0, requests[2], 0, 7)
     draft.edit(1, requests[3], 4, 8)
@@ -53,7 +53,7 @@ def test_plan_holds_what_was_drafted() -> None:
 
 def test_plan_and_result_go_through_bytes() -> None:
     draft, steady = make_draft()
-    for plan in (draft.plan(steady, changed=True), StepDraft(step=6, budget=0).plan(steady, changed=False)):
+    for plan in (draft.plan(steady, changed=True), StepDraft(step=6, now=0.0, budget=0).plan(steady, changed=False)):
         copy: StepPlan = pickle.loads(pickle.dumps(plan))
         assert copy is not plan
         assert equal(copy, plan)

@@ -39,6 +39,10 @@ CALLS: dict[str, list[tuple[str, Outcome]]] = {
          ("", [F, ("f", "{}")])),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}} <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
          ("", [F, F])),
+        # what does not belong there is shown
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, oops}</tool_call>!', (", oops}!", [F])),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}} oops</tool_call>', (" oops", [F])),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>', ("", [F])),
         # the text ends inside, or the arguments are no JSON: what the model wrote
         ('<tool_call>{"name": "f", "arguments": {"a": "x', ("", [("f", '{"a": "x')])),
         ("<tool_call>{\"name\": \"f\", \"arguments\": {'a': [1}}</tool_call>", ("", [("f", "{'a': [1}")])),
@@ -55,6 +59,9 @@ CALLS: dict[str, list[tuple[str, Outcome]]] = {
          ("", [("f", '{"a": [1, {"b": null}]}')])),
         ("<function=f><parameter=a>one</parameter></function>", ("", [("f", '{"a": "one"}')])),
         ("<function=f><parameter=s>x", ("", [("f", '{"s": "x')])),
+        ("<function=f><parameter=s>x</parameter>\n<parameter=a>1</parameter></function>",
+         ("", [("f", '{"s": "x", "a": 1}')])),
+        ("<function=f>oops<parameter=a>1</parameter></function>", ("oops", [F])),
     ],
     "llama3_json": [
         ('{"name": "f", "parameters": {"a": 1}}', ("", [F])),
@@ -72,6 +79,7 @@ CALLS: dict[str, list[tuple[str, Outcome]]] = {
          (" ok", [F, ("f", "{}")])),
         ('[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}', ("", [F])),
         ('Yes[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f{"a": 1}', ("Yes", [F, F])),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, oops]', (", oops]", [F])),
         ('[TOOL_CALLS]f[CALL_ID]D681PevKs[ARGS]{"a": 1}', ("", [F])),
     ],
     "pythonic": [
@@ -92,6 +100,7 @@ CALLS: dict[str, list[tuple[str, Outcome]]] = {
          ("Hm. ok", [F, ("f", "{}")])),
         (ds('[(f|{"a": 1})(f|{"a": 1})]'), ("", [F, F])),
         (ds('(f|{"a": 1})'), ("", [F])),
+        (ds('[(f|{"a": 1}) oops'), (" oops", [F])),
     ],
 }  # fmt: skip
 

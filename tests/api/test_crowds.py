@@ -1,0 +1,138 @@
+"""Many streaming clients on real sockets: some leave, some read slowly; nobody else notices and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from asyncllm import AsyncEngine
+from asyncllm.api import create_asgi_app
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.testing.shadow_engine import ShadowModel
+from tests.api.asgi_client import until
+from tests.api.servers import serving
+
+
+@pytest.fixture
+async def engine(tokenizer: Tokenizer) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(
+        ShadowModel(tokenizer=tokenizer), max_model_len=4096, num_blocks=2048, max_num_seqs=64
+    ) as running:
+        yield running
+
+
+def asked(tokens: int, seed: int = 0) -> bytes:
+    body = json.dumps({"prompt": [70, 71, 72 + seed % 100], "max_tokens": tokens, "ignore_eos": True, "stream": True,
+                       "seed": seed}).encode()  # fmt: skip
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def client(port: int, tokens: int, leaves_after: float | None, seed: int) -> bool:
+    """Whether all came."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(asked(tokens, seed))
+        tail = b""
+        async with asyncio.timeout(leaves_after):
+            while data := await reader.read(65536):
+                tail = (tail + data)[-64:]
+                if b"[DONE]" in tail:
+                    return True
+        return False
+    except TimeoutError:
+        return False
+    finally:
+        writer.transport.abort()
+
+
+async def crowd(port: int, engine: AsyncEngine, clients: int, tokens: int) -> None:
+    chance = random.Random(3)
+    leaving = [chance.random() * 0.5 if chance.random() < 1 / 3 else None for _ in range(clients)]
+    whole = await asyncio.gather(*(client(port, tokens, after, seed) for seed, after in enumerate(leaving)))
+    assert all(came for came, after in zip(whole, leaving, strict=True) if after is None)
+    await until(lambda: engine.statistics().blocks_used == 0 and engine.statistics().rows_used == 0)
+
+
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_a_third_of_a_crowd_leaves(engine: AsyncEngine, kind: str) -> None:
+    async with serving(kind, engine) as port:
+        await crowd(port, engine, 60, 24)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_a_third_of_a_thousand_leaves(engine: AsyncEngine, kind: str) -> None:
+    async with serving(kind, engine) as port:
+        await crowd(port, engine, 1000, 48)
+
+
+@pytest.mark.parametrize("tokens", [400, pytest.param(4000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_slow_readers(engine: AsyncEngine, kind: str, tokens: int) -> None:
+    """They hold up nobody, and the server keeps little for them: what they have not read merges."""
+    async with serving(kind, engine) as port:
+        loop = asyncio.get_running_loop()
+        slow = []
+        for seed in range(8):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+            await loop.sock_sendall(connection, asked(tokens, seed))
+            slow.append(connection)
+        await until(lambda: engine.statistics().requests_running >= 8)
+        start = time.monotonic()
+        assert await client(port, 24, None, 99)
+        assert time.monotonic() - start < 5
+        await until(lambda: engine.statistics().requests_running == 0, 30)  # the engine does not wait for them
+        received = 0
+        for _ in range(20):  # about 1 kB each, now and then
+            for connection in slow:
+                received += len(await loop.sock_recv(connection, 1024))
+            await asyncio.sleep(0.01)
+        assert received > 0
+        for connection in slow:
+            connection.close()
+    await until(lambda: engine.statistics().blocks_used == 0)
+
+
+async def test_what_a_slow_reader_leaves_unread_merges(engine: AsyncEngine) -> None:
+    """A write that blocks is one delta's worth of memory, whatever the engine makes meanwhile."""
+    writes: list[int] = []
+    blocked = asyncio.Event()
+
+    async def app_with_a_slow_client() -> None:
+        body = json.dumps({"prompt": [70], "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, object]:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            return {}
+
+        async def send(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.body":
+                part = message.get("body")
+                assert isinstance(part, bytes)
+                writes.append(len(part))
+                if len(writes) == 2:
+                    blocked.set()
+                    await until(lambda: engine.statistics().requests_running == 0, 30)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
+        await create_asgi_app(engine)(scope, receive, send)  # type: ignore[arg-type]
+
+    await app_with_a_slow_client()
+    assert blocked.is_set()
+    assert len(writes) < 10  # and not 2,000
