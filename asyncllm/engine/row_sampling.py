@@ -35,9 +35,6 @@ NOT_YET: Mapping[str, Any] = {
 }
 """Parameters that nothing acts on yet, and the only value that they may have."""
 
-NOT_YET_ON_A_GPU: Mapping[str, Any] = {"n": 1, "structured_output": None}
-"""The same for a model that runs there."""
-
 WordIds = tuple[int, ...]
 """The tokens of a text that may not be generated."""
 
@@ -57,7 +54,6 @@ class SamplingResolver:
         self._model = model
         self._vocabulary = model.facts.vocab_size
         self._defaults = {**DEFAULTS, **model.sampling_defaults}
-        self._on_a_gpu = model.facts.device.startswith("cuda")
 
     def check(self, params: SamplingParams) -> None:
         """Raise `InvalidParamsError` for what this model cannot do."""
@@ -81,11 +77,9 @@ class SamplingResolver:
                     raise InvalidParamsError(f"{what} need a tokenizer, which this model does not have")
 
     def _check_supported(self, params: SamplingParams) -> None:
-        missing = {**NOT_YET, **NOT_YET_ON_A_GPU} if self._on_a_gpu else NOT_YET
-        for name, neutral in missing.items():
-            value = getattr(params, name)
-            if value != neutral and value is not None:
-                raise InvalidParamsError(f"{name} is not supported yet{' on a GPU' if name not in NOT_YET else ''}")
+        for name, neutral in NOT_YET.items():
+            if getattr(params, name) != neutral:
+                raise InvalidParamsError(f"{name} is not supported yet")
 
     def resolve(
         self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int], bad_words: BadWords

@@ -118,6 +118,7 @@ def _build(
             vocabulary=model_config.vocab_size,
             max_length=sizes.max_model_len,
             steps=STEPS,
+            dtype=dtype,
         )
         rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
         program = StepProgram(model, sizes.layout, cache, rows, ring)
