@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from asyncllm.params import SamplingParams as SamplingParams
     from asyncllm.results import Choice as Choice
     from asyncllm.results import Completion as Completion
+    from asyncllm.results import Embedding as Embedding
     from asyncllm.results import FinishReason as FinishReason
     from asyncllm.results import PositionLogprobs as PositionLogprobs
     from asyncllm.results import TokenDelta as TokenDelta
@@ -31,6 +32,7 @@ _HOMES = {
     "AsyncLLMError": "asyncllm.errors",
     "Choice": "asyncllm.results",
     "Completion": "asyncllm.results",
+    "Embedding": "asyncllm.results",
     "EngineConfig": "asyncllm.config",
     "FinishReason": "asyncllm.results",
     "LLM": "asyncllm.offline",
@@ -49,6 +51,7 @@ __all__ = [
     "AsyncLLMError",
     "Choice",
     "Completion",
+    "Embedding",
     "EngineConfig",
     "FinishReason",
     "PositionLogprobs",

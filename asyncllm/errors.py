@@ -18,6 +18,7 @@ AsyncLLMError
 │   ├── ContextLengthError              longer than the context, or than the whole KV pool
 │   ├── DuplicateRequestError           the request_id belongs to a live request
 │   └── RequestFailed                   the step that carried it failed
+│       └── HookFailed                  a function of the host's, called for it, raised or took too long
 └── EngineError (RuntimeError)          the engine as a whole
     ├── EngineNotStarted                used before `async with` / `start()`
     ├── EngineClosed                    used after, or ended by, `aclose()`
@@ -27,6 +28,8 @@ AsyncLLMError
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 class AsyncLLMError(Exception):
@@ -97,11 +100,15 @@ class RequestFailed(RequestError):
     """The step that carried this request failed; the cause is chained."""
 
     @classmethod
-    def caused(cls, what: str, by: BaseException) -> RequestFailed:
+    def caused(cls, what: str, by: BaseException) -> Self:
         """`what` went wrong, because of an error that is no one's of ours."""
         failure = cls(f"{what}: {by!r}")
         failure.__cause__ = by
         return failure
+
+
+class HookFailed(RequestFailed):
+    """A function of the host's, one of `logits_processors` or `on_token`, raised or took too long."""
 
 
 class EngineError(AsyncLLMError, RuntimeError):

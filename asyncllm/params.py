@@ -144,16 +144,18 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep only so many last tokens of the prompt."""
     thinking_token_budget: int | None = None
-    """End the model's reasoning after so many tokens of it."""
+    """End the model's reasoning after so many tokens of it, by the closing tag that its chat template knows."""
     repetition_detection: RepetitionDetection | None = None
-    """End a request that repeats itself."""
+    """End a choice that repeats itself, with the stop reason "repetition"; min_tokens does not hold it up."""
     structured_output: StructuredOutput | None = None
     """What form the output must have: a StructuredOutput, or a Pydantic model. Where it is complete the output ends,
     before min_tokens if it must."""
     logits_processors: Sequence[LogitsProcessor] = ()
-    """Called in their order before each token is sampled; plain or async. One that raises ends its request."""
+    """Called in their order before each token is sampled. Async ones run in the event loop of the request, with its
+    context variables, plain ones on a thread. One that raises, or takes longer than the engine's `hook_timeout`, ends
+    its request with `HookFailed`."""
     on_token: OnToken | None = None
-    """Called with each token; plain or async."""
+    """Called with each token, in the same way, before the next one is sampled."""
 
     def __post_init__(self) -> None:
         self._check_filters()
@@ -176,6 +178,11 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InvalidParamsError("stop strings are looked for in the text, which detokenize=False leaves out")
         self._check_bans()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether functions of the caller's are to be called."""
+        return bool(self.logits_processors) or self.on_token is not None
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

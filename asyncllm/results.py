@@ -19,6 +19,10 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # the request's deadline passed
 
 
+REPETITION = "repetition"
+"""The stop reason of a choice that `repetition_detection` has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request. `completion_tokens` sums over its choices and counts a final end-of-sequence id."""
@@ -138,3 +142,11 @@ class Completion:
     def parsed(self) -> Any:
         """What the structured output of choice 0 came to, see `Choice.parsed`."""
         return self.choices[0].parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector of one text, of length 1."""
+
+    embedding: list[float]
+    prompt_tokens: int

@@ -15,7 +15,6 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,11 +26,13 @@ from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
 from asyncllm.metrics import StepTimes
 from asyncllm.models.checkpoint import fill_weights
+from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measure_engine, table_row
 from benchmarks.child import CHECK, FIRST
 from benchmarks.figures import Check, Figures, Sample
+from benchmarks.step_profile import DeviceEvent, StepLoad, StepProfile, profile_steps
 
 ROOT = Path(__file__).parent
 SETTINGS = EngineConfig(
@@ -51,15 +52,6 @@ class Pass:
     graphs_captured: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """One kernel's part of a decode step."""
-
-    name: str
-    launches: float
-    microseconds: float
-
-
 @dataclass(slots=True, kw_only=True)
 class Report:
     """All that came of a model."""
@@ -71,7 +63,7 @@ class Report:
     start_seconds: float = 0.0
     memory_bytes: dict[str, int] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
-    decode_steps: dict[str, list[Kernel]] = field(default_factory=dict)  # by the number of rows
+    profiles: dict[str, StepProfile] = field(default_factory=dict)  # by what the steps are
     check: Check | None = None
 
 
@@ -92,7 +84,8 @@ async def measure_model(
     logger = logging.getLogger("asyncllm")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(captures)
-    vocab_size: int = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    model_config = read_model_config(resolve_source(str(folder), SETTINGS).config)
+    vocab_size = model_config.vocab_size
     async with AsyncEngine(folder, config=SETTINGS) as engine:
         await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
         report.start_seconds = process_age()
@@ -117,8 +110,14 @@ async def measure_model(
                 )
                 cells = [*table_row(measurement), str(steps), " ".join(f"{each:.0f}" for each in thread.values())]
                 print(" | ".join([*cells, str(captures.count - captured)]), flush=True)
+        if rows:
+            await look(0.0)  # its first start takes seconds
         for count in rows:
-            report.decode_steps[str(count)] = await profile_decode(engine, count, vocab_size)
+            report.profiles[f"decode, {count} rows"] = await profile_decode(engine, model_config, count)
+        if rows:
+            report.profiles["prefill, 4,096 tokens"] = await profile_prefill(engine, model_config, 4096)
+        for name, profile in report.profiles.items():
+            print_profile(name, profile)
         requests = make_requests(CHECK, vocab_size, seed=0)
         outputs = (await measure_engine(engine, CHECK, requests)).outputs
         report.memory_bytes = dict(engine.statistics().memory_bytes)
@@ -131,37 +130,74 @@ def each_step(name: str, before: StepTimes, after: StepTimes) -> float:
     return 1e6 * seconds / max(1, after.steps - before.steps)
 
 
-async def profile_decode(engine: AsyncEngine, rows: int, vocab_size: int) -> list[Kernel]:
-    """The kernels of a decode step of so many rows of some 300 tokens, the longest first."""
+async def profile_decode(engine: AsyncEngine, config: ModelConfig, rows: int) -> StepProfile:
+    """Steps of so many rows of some 300 tokens."""
+    output = 160 if rows > 8 else 600
+    load = Workload(
+        name="profile", requests=rows, concurrency=rows, prompt_tokens=(240, 240), output_tokens=(output, output)
+    )
+    running = asyncio.create_task(measure_engine(engine, load, make_requests(load, config.vocab_size, seed=-2)))
+    before = engine.statistics().tokens_generated
+    while engine.statistics().requests_running < rows or generated(engine, before) < 20 * rows:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    start, steps = await next_step(engine), engine.statistics().step_times.steps
+    await asyncio.sleep(0.15)
+    period = 1e6 * (await next_step(engine) - start) / (engine.statistics().step_times.steps - steps)
+    length = 240 + generated(engine, before) / rows
+    events = await look(0.1)
+    await running
+    return profile_steps(events, config, StepLoad(tokens=rows, context=rows * length, causal=False), period)
+
+
+async def next_step(engine: AsyncEngine) -> float:
+    """When the next step is over, within a millisecond."""
+    steps = engine.statistics().step_times.steps
+    while engine.statistics().step_times.steps == steps:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return time.perf_counter()
+
+
+def generated(engine: AsyncEngine, before: int) -> int:
+    """Tokens since `before`."""
+    return engine.statistics().tokens_generated - before
+
+
+async def profile_prefill(engine: AsyncEngine, config: ModelConfig, length: int) -> StepProfile:
+    """Steps of one whole prompt each."""
+    load = Workload(name="profile", requests=16, concurrency=1, prompt_tokens=(length, length), output_tokens=(1, 1))
+    running = asyncio.create_task(measure_engine(engine, load, make_requests(load, config.vocab_size, seed=-3)))
+    before = engine.statistics().tokens_generated
+    while generated(engine, before) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    events = await look(0.4)
+    await running
+    return profile_steps(events, config, StepLoad(tokens=length, context=length, causal=True))
+
+
+async def look(seconds: float) -> list[DeviceEvent]:
+    """What the device does meanwhile."""
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  # start-up does without
 
-    with profile(activities=[ProfilerActivity.CUDA]):  # its first start takes seconds
-        pass
-    load = Workload(name="profile", requests=rows, concurrency=rows, prompt_tokens=(200, 200), output_tokens=(400, 400))
-    running = asyncio.create_task(measure_engine(engine, load, make_requests(load, vocab_size, seed=-2)))
-    while engine.statistics().requests_running < rows or engine.statistics().tokens_generated < 60 * rows:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.3)
-    start = time.perf_counter()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        await asyncio.sleep(0.2)
-    seconds = time.perf_counter() - start
-    await running
-    times, launches = Counter[str](), Counter[str]()
-    for event in profiler.events() or ():
-        times[event.name] += event.device_time
-        launches[event.name] += 1
-    steps = max(launches["_token_output_kernel"], 1)
-    kernels = [
-        Kernel(name=name, launches=launches[name] / steps, microseconds=time_ / steps)
-        for name, time_ in times.most_common()
-        if time_ > 0  # the rest is what the host called
+        await asyncio.sleep(seconds)
+    return [
+        DeviceEvent(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA" and event.device_time > 0  # not a call of the host
     ]
-    busy = sum(kernel.microseconds for kernel in kernels)
-    print(f"decode, {rows} rows: {steps} steps in {seconds:.2f} s, kernels {busy:.0f} µs a step")
-    for kernel in kernels[:16]:
-        print(f"  {kernel.microseconds:9.1f} µs  {kernel.launches:6.1f} x  {kernel.name[:100]}", flush=True)
-    return kernels
+
+
+def print_profile(name: str, profile: StepProfile) -> None:
+    period = "" if profile.period is None else f"a step takes {profile.period:.0f} µs; "
+    print(
+        f"{name}: {period}profiled, {profile.steps} steps: kernels {profile.busy:.0f} µs, gaps {profile.gaps:.0f} µs, "
+        f"between steps {profile.between:.0f} µs"
+    )
+    if profile.gaps > 100:
+        print("  gaps:", ", ".join(f"{gap:.0f} µs ({place})" for place, gap in profile.longest_gaps.items()))
+    for role in profile.roles:
+        limit = "" if role.limit is None else f"{role.limit / role.microseconds:5.0%} of the limit"
+        print(f"  {role.microseconds:9.1f} µs {role.launches:6.1f} x {role.role:20} {limit:20} {role.kernels[0][:60]}")
 
 
 def check_tokens(folder: Path, samples: Sequence[Sample]) -> Check:
@@ -200,7 +236,8 @@ def main() -> int:
     parser.add_argument("model", choices=sorted(path.name for path in (ROOT / "models").iterdir()))
     parser.add_argument("--workload", action="append", choices=PROFILES["gpu"])
     parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step at 1 and 128 rows")
+    parser.add_argument("--profile", action="store_true", help="see where decode steps and a prefill spend their time")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 32, 128, 256), help="of the profiled decode steps")
     parser.add_argument("--check", action="store_true", help="teacher-force four requests through a float32 model")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu-MODEL.json")
     chosen = parser.parse_args()
@@ -212,7 +249,7 @@ def main() -> int:
         model=chosen.model,
     )
     workloads = [PROFILES["gpu"][name] for name in chosen.workload or PROFILES["gpu"]]
-    rows = (1, 128) if chosen.profile else ()
+    rows = chosen.rows if chosen.profile else ()
     samples = asyncio.run(measure_model(folder, workloads, chosen.passes, rows, report))
     print("memory:", ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in report.memory_bytes.items()))
     if chosen.check:

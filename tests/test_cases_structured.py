@@ -14,8 +14,9 @@ import pytest
 from pydantic import BaseModel, ValidationError, field_validator
 
 from asyncllm import AsyncEngine, Completion, SamplingParams, StructuredOutput
-from asyncllm.errors import GrammarError, InvalidParamsError
+from asyncllm.errors import ConfigError, GrammarError, InvalidParamsError
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.outputs import grammar
 from asyncllm.testing.tiny_models import write_piece_model, write_tiny_model
 from tests.outputs.grammars import check_valid
 from tests.outputs.test_json_schema import NODE, TREE
@@ -214,3 +215,23 @@ async def test_a_model_without_a_tokenizer_refuses(tmp_path: Path) -> None:
     async with AsyncEngine(str(tmp_path), load_format="dummy", **SMALL) as engine:
         with pytest.raises(GrammarError, match="tokenizer"):
             await engine.generate([1, 2], StructuredOutput(regex="a"))
+    with pytest.raises(ConfigError, match="prepare_grammars"):
+        await AsyncEngine(str(tmp_path), load_format="dummy", prepare_grammars=True, **SMALL).start()
+
+
+async def test_grammars_may_be_prepared_at_start(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    original = grammar._build_tokenizer
+    monkeypatch.setattr(grammar, "_build_tokenizer", lambda known: (built.append(known.size), original(known))[1])
+    async with AsyncEngine(str(random_model), prepare_grammars=True, **SMALL) as engine:
+        assert built == [512]
+        assert (await engine.generate(PROMPT, StructuredOutput(regex="ab"))).text == "ab"
+        assert built == [512]
+
+
+async def test_choices_share_a_grammar_and_go_their_own_ways(random_model: Path) -> None:
+    async with AsyncEngine(str(random_model), **SMALL) as engine:
+        params = SamplingParams(n=6, seed=3, structured_output=StructuredOutput(choice=["left", "right", "up"]))
+        choices = (await engine.generate(PROMPT, params)).choices
+        assert all(choice.parsed == choice.text and choice.text in ("left", "right", "up") for choice in choices)
+        assert len({choice.text for choice in choices}) > 1

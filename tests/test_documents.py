@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncllm import EngineConfig, SamplingParams, cli, errors
+from asyncllm.api.routes import ROUTES
+from asyncllm.api.settings import ApiSettings
 from asyncllm.flags import field_docstrings
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 from benchmarks.report import comparison_from_json, readme_section
+from benchmarks.structured_report import structured_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SERVE = README.split("## Serve\n", 1)[1].split("\n## ", 1)[0]
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README.replace(SERVE, ""), re.DOTALL)
 
 
 def marked(name: str) -> str:
@@ -59,16 +71,72 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_python_blocks_run(tiny: str, tmp_path: Path) -> None:
-    assert len(PYTHON_BLOCKS) == 4
+    assert len(PYTHON_BLOCKS) == 6
     script = "\n".join(PYTHON_BLOCKS).replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny)
     (tmp_path / "readme.py").write_text(script, encoding="utf-8")
     subprocess.run([sys.executable, str(tmp_path / "readme.py")], cwd=ROOT, check=True, timeout=120)
 
 
-def test_settings_table_has_every_field_and_its_default() -> None:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in marked("settings").splitlines()[2:]]
-    docstrings = field_docstrings(EngineConfig)
-    assert rows == [[f"`{f.name}`", f"`{f.default!r}`", docstrings[f.name]] for f in fields(EngineConfig)]
+@pytest.mark.parametrize(("table", "settings"), [("settings", EngineConfig), ("api", ApiSettings)])
+def test_settings_tables_have_every_field_and_its_default(table: str, settings: type[Any]) -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in marked(table).splitlines()[2:]]
+    docstrings = field_docstrings(settings)
+    assert rows == [[f"`{f.name}`", f"`{f.default!r}`", docstrings[f.name]] for f in fields(settings)]
+
+
+def test_endpoints_are_all_named() -> None:
+    named = set(re.findall(r"`(/[\w/.]*)`", SERVE.split("Endpoints:", 1)[1].split("Requests may", 1)[0]))
+    shown = {route.path for route in ROUTES if "{" not in route.path}
+    assert named <= shown | {"/openapi.json"}
+    assert shown - named == {"/health", "/engine/events", "/v1/messages/count_tokens"}
+
+
+def test_served_as_the_readme_says(tiny: str, tmp_path: Path) -> None:
+    """curl and the openai client against `asyncllm serve`, and FastAPI's example under uvicorn."""
+    curl, (client, fastapi) = re.search(r"^curl .*$", SERVE, re.MULTILINE), re.findall(
+        r"```python\n(.*?)```", SERVE, re.DOTALL
+    )  # fmt: skip
+    assert curl is not None
+    (tmp_path / "service.py").write_text(fastapi.replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as another:
+        ports = [free.getsockname()[1], another.getsockname()[1]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "OMP_NUM_THREADS": "1"}
+    python = [sys.executable, "-m"]
+    commands = [
+        [*python, "asyncllm", "serve", tiny, "--device", "cpu", "--port", str(ports[0])],
+        [*python, "uvicorn", "service:app", "--log-level", "warning", "--port", str(ports[1])],
+    ]
+    with ExitStack() as stack:
+        for command in commands:
+            server = stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment))
+            stack.callback(server.terminate)
+        for port, path in zip(ports, ("/health", "/llm/health"), strict=True):
+            wait_for(f"http://127.0.0.1:{port}{path}")
+        (tmp_path / "client.py").write_text(client.replace("8000", str(ports[0])), encoding="utf-8")
+        said = subprocess.run([sys.executable, tmp_path / "client.py"], check=True, capture_output=True, timeout=60)
+        assert said.stdout
+        if shutil.which("curl"):
+            line = curl[0].replace("8000", str(ports[0]))
+            answer = subprocess.run(shlex.split(line), check=True, capture_output=True, timeout=60)
+            assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/river", timeout=60) as river:
+            assert isinstance(json.load(river), str)
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"{url} does not answer"
+            time.sleep(0.1)
+
+
+def test_structured_output_table_is_that_of_its_results() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "structured.json").read_text(encoding="utf-8"))
+    assert marked("structured") == structured_table(found)
 
 
 def test_sampling_parameters_are_all_named() -> None:

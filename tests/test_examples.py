@@ -20,6 +20,7 @@ SAYS = {
     "agent": "agent, answer: ",
     "classification": "label: ",
     "extraction": "complaint of ",
+    "logits_processor": "advice kept: True",
     "offline": "32 plus 32 is'",
     "property_test": "\nOK\n",
     "shared_prefix": "prefix hit rate: 9",

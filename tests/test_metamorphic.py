@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncllm import AsyncEngine, Completion, PositionLogprobs, SamplingParams, StructuredOutput
+from asyncllm.params import RepetitionDetection
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,6 +71,7 @@ def requests() -> list[Request]:
         Request("none", SamplingParams(max_tokens=0)),
         *(Request(SHARED[i:40], params) for i, params in enumerate(parameters())),
         *(Request(SHARED[i:40], params) for i, params in enumerate(forms())),
+        *(Request(SHARED[i:40], params) for i, params in enumerate(hooked())),
     ]
 
 
@@ -112,6 +115,34 @@ def forms() -> list[SamplingParams]:
         SamplingParams(
             seed=35, max_tokens=30, stop=[")"], structured_output=StructuredOutput(grammar='start: "(" [start] ")"')
         ),
+    ]
+
+
+def favour(token_ids: Sequence[int], logits: np.ndarray) -> None:
+    logits[(31 * len(token_ids)) % len(logits)] += 6
+
+
+async def forbid(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    await asyncio.sleep(0)
+    return np.where(np.arange(len(logits)) % 3 == len(token_ids) % 3, -np.inf, logits)
+
+
+async def look(token_id: int) -> None:
+    await asyncio.sleep(0)
+
+
+def hooked() -> list[SamplingParams]:
+    """Where the host is asked before each token, and where something is computed there."""
+    loop = RepetitionDetection(max_pattern_size=4, min_count=2)
+    return [
+        SamplingParams(seed=41, max_tokens=20, logits_processors=[favour, forbid]),
+        SamplingParams(
+            n=2, seed=42, max_tokens=16, logits_processors=[forbid], repetition_penalty=1.3, logprobs=1, on_token=look
+        ),
+        SamplingParams(temperature=0, max_tokens=30, on_token=look),
+        SamplingParams(temperature=0, max_tokens=40, dry_multiplier=2.0, dry_allowed_length=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=40, repetition_detection=loop, ignore_eos=True),
+        SamplingParams(seed=43, max_tokens=30, bad_words=["ab", "e t", "the"]),
     ]
 
 

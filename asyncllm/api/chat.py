@@ -39,7 +39,8 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         make_answer = await job.answer_maker(serving, done.prompt_token_ids)
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
-    return generation.reply(_events(_chunks(head, job, body, generation.streams[0], make_answer), generation))
+    chunks = _chunks(head, job, body, generation.streams[0], make_answer)
+    return generation.reply(_events(chunks, generation, job.params.n > 1))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -135,14 +136,18 @@ def _chunks(
     )
 
 
-async def _events(chunks: ChatChunks, generation: Generation) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: ChatChunks, generation: Generation, several: bool) -> AsyncGenerator[bytes, None]:
+    stream, held = generation.streams[0], ""
     try:
-        async for delta in generation.streams[0]:
+        async for delta in stream:
             text = chunks.render(delta)
             generation.seen(delta)
             if delta.usage is not None:
                 text += chunks.usage(delta.usage) + DONE
-            if text:
-                yield text.encode()
+            if several and stream.has_more:
+                held += text  # what came together leaves together
+            elif held or text:
+                yield (held + text).encode()
+                held = ""
     except Exception as error:
-        yield error_event(openai_body(failure(error))).encode()
+        yield (held + error_event(openai_body(failure(error)))).encode()

@@ -14,7 +14,7 @@ from asyncllm.api.protocol.chat import ChatMessage, NamedTool
 from asyncllm.api.protocol.fields import RequestFields, SamplingFields, Tool
 from asyncllm.api.serving import Call, Serving
 from asyncllm.engine.async_engine import RequestOptions
-from asyncllm.outputs.reasoning import opens_in_prompt
+from asyncllm.outputs.reasoning import find_reasoning_format, opens_in_prompt
 from asyncllm.outputs.tool_calls import TOOL_FORMATS, ToolDefinition, read_tools, tool_choice_grammar
 from asyncllm.params import SamplingParams
 from asyncllm.structured import StructuredOutput
@@ -154,7 +154,9 @@ async def chat_job(  # noqa: PLR0913  # all but the first three by keyword
             reasoning=reasoning_format,
             opened=opened,
         )
-    if tool_format is not None and TOOL_FORMATS[tool_format].special_tokens:
+    if (tool_format is not None and TOOL_FORMATS[tool_format].special_tokens) or (
+        reasoning_format is not None and find_reasoning_format(reasoning_format).special_tokens
+    ):
         sampling = sampling.model_copy(update={"skip_special_tokens": False})  # else its tags are not in the text
     params = sampling_params(
         sampling,

@@ -70,7 +70,7 @@ def _job(serving: Serving, body: CompletionRequest) -> _Job:
         raise InvalidRequest("suffix is not supported: the model goes on from its prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of is not supported: ask for n answers and choose", param="best_of")
-    prompts = _prompts(body.prompt)
+    prompts = as_prompts(body.prompt)
     if len(prompts) > serving.settings.max_prompts:
         raise InvalidRequest(f"at most {serving.settings.max_prompts} prompts a request", param="prompt")
     # OpenAI's completions end after 16 tokens where the request names no number.
@@ -94,14 +94,15 @@ def _job(serving: Serving, body: CompletionRequest) -> _Job:
     return _Job(body, head, prompts, params, server_limits(body, serving.settings))
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Prompt]:
+def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str = "prompt") -> list[Prompt]:
+    """A text, ids, or a list of either, as a list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt is empty", param="prompt")
+        raise InvalidRequest(f"{param} is empty", param=param)
     if isinstance(prompt[0], int):
         return [prompt]  # ids: the schema lets nothing else stand beside an int
-    return prompt
+    return list(prompt)
 
 
 async def _echoes(serving: Serving, job: _Job) -> list[str]:

@@ -8,11 +8,12 @@ from enum import Enum, auto
 
 from pydantic import BaseModel
 
-from asyncllm.api import chat, completions, information, messages, responses, tokens
+from asyncllm.api import chat, completions, embeddings, information, messages, responses, tokens
 from asyncllm.api.errors import ApiError
 from asyncllm.api.exchange import JSON, Reply
 from asyncllm.api.protocol.chat import ChatCompletion, ChatRequest
 from asyncllm.api.protocol.completions import CompletionRequest, TextCompletion
+from asyncllm.api.protocol.embeddings import EmbeddingList, EmbeddingRequest
 from asyncllm.api.protocol.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from asyncllm.api.protocol.models import Health, ModelCard, ModelList, Version
 from asyncllm.api.protocol.responses import DeletedResponse, ResponseAnswer, ResponseRequest
@@ -115,6 +116,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST", path="/v1/messages/count_tokens", handler=messages.count_tokens,
         summary="Tokens of messages", request=CountRequest, response=TokenCount,
+    ),
+    Route(
+        method="POST", path="/v1/embeddings", handler=embeddings.create_embeddings, summary="Vectors of texts",
+        request=EmbeddingRequest, response=EmbeddingList,
     ),
     Route(method="GET", path="/v1/models", handler=information.list_models, summary="The models", response=ModelList),
     Route(

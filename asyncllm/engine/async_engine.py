@@ -23,14 +23,16 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine import process
 from asyncllm.engine.core import Core
 from asyncllm.engine.engine_thread import EngineThread
+from asyncllm.engine.execution.runner import Embeds
 from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, model_loader
+from asyncllm.engine.plan import Float32Array
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
 from asyncllm.metrics import EngineState, EngineStatistics, Inspection, ModelDescription
 from asyncllm.params import SamplingParams
-from asyncllm.results import Completion
+from asyncllm.results import Completion, Embedding
 from asyncllm.structured import StructuredOutput
 
 __all__ = ["AsyncEngine", "RequestOptions", "TokenStream"]
@@ -193,6 +195,27 @@ class AsyncEngine:
     ) -> Completion:
         """The same as `stream`, collected. Cancelling it aborts the request."""
         return await self.stream(prompt, params, **options).result()
+
+    async def embed(self, texts: Sequence[str | Sequence[int]]) -> list[Embedding]:
+        """A vector for each text, or list of token ids: the features of its last token, normalised. Texts with a
+        like meaning have vectors that point alike, as far as the model was made for that.
+
+        They are computed one after another, between the steps of requests.
+        """
+        core = self._core()
+        runner = core.model.runner
+        if not isinstance(runner, Embeds):
+            raise InvalidParamsError(f'there are no embeddings on {core.model.facts.device} yet: use device="cpu"')
+        characters = "".join(text for text in texts if isinstance(text, str))
+        prompts = await self._on_worker(characters, lambda preparation: [preparation.token_ids(text) for text in texts])
+        found = []
+        for token_ids in prompts:
+            try:
+                vector: Float32Array = await asyncio.wrap_future(core.on_loop(runner.embed(token_ids)))
+            except RuntimeError as error:
+                raise EngineClosed("the engine was closed") from error
+            found.append(Embedding(vector.tolist(), len(token_ids)))
+        return found
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it stands; its stream sees `finish_reason="abort"`. Nothing happens if it is over."""

@@ -14,24 +14,27 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.command_queue import CommandQueue
 from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.guidance import Guidance
+from asyncllm.engine.guidance import CoreTurns, DriverMaker, Guidance
 from asyncllm.engine.guide_work import GuideWork
+from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HookPlace
 from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.model import ServedModel, scheduler_config
 from asyncllm.engine.plan import LateTokens, StepResult
-from asyncllm.engine.preparation import Preparation, Prepared, Submission
+from asyncllm.engine.preparation import Preparation, Prepared, PreparedChoice, Submission
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
+from asyncllm.engine.statistics import engine_statistics
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, RequestError, RequestFailed
@@ -47,10 +50,11 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self.model = self._model = model
+        self.model = model
+        self._config = config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
-        self._preparation = Preparation(model, self._scheduler.config.capacity)
+        self._preparation = Preparation(model, config, self._scheduler.config.capacity)
         self._loop = asyncio.get_running_loop()
         # One context for all callbacks: a caller's context variables must not live on in the engine's.
         self._context = contextvars.Context()
@@ -62,7 +66,8 @@ class Core:
         self._live = LiveRequests()
         self._delivery = Delivery(self._scheduler, self._live, self._fail)
         work = GuideWork(workers.guides, self._call_for_words)
-        self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, self._fail)
+        turns = CoreTurns(self._loop, self._run_turn, self._fail)
+        self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, turns)
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
         self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
@@ -73,6 +78,7 @@ class Core:
     async def serve(self) -> None:
         """Return once the engine was closed and no request or step is left."""
         await self._served
+        await self._guidance.aclose()
 
     def end(self) -> None:
         """Answer the commands that came too late. After the loop was closed, on its thread."""
@@ -93,7 +99,7 @@ class Core:
         Raises `EngineClosed` where nobody would answer any more.
         """
         request = next(self._ids)
-        if not self._commands.post(self._open, (Request(request, mailbox, submission), submission, loop)):
+        if not self._commands.post(self._open, (Request(request, mailbox, submission, loop), submission)):
             raise EngineClosed("the engine is closed")
         return request
 
@@ -116,6 +122,14 @@ class Core:
         except RuntimeError as error:
             raise EngineClosed("the engine is closed") from error
 
+    def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Device work beside the steps. Raises `EngineClosed`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise EngineClosed("the engine is closed") from error
+
     @property
     def is_dead(self) -> bool:
         """Whether a fault has ended it."""
@@ -123,23 +137,13 @@ class Core:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot as of the last turn."""
-        counts, live = self._counts, self._live
-        return EngineStatistics(
-            requests_running=counts.running,
-            requests_waiting=counts.waiting,
-            rows_used=counts.rows_used,
-            blocks_total=counts.blocks_total,
-            blocks_used=counts.blocks_used,
-            blocks_cached=counts.blocks_cached, blocks_free=counts.blocks_free,
-            prompt_tokens=counts.prompt_tokens,
-            prompt_tokens_cached=counts.prompt_tokens_cached,
+        return engine_statistics(
+            self._counts,
+            self._live,
             tokens_generated=self._delivery.tokens,
-            tokens_computed=counts.tokens_computed,
-            requests_finished=live.finished, requests_aborted=live.aborted,
-            preemptions=counts.preemptions,
-            memory_bytes=dict(self._model.facts.memory_bytes),
+            memory_bytes=self.model.facts.memory_bytes,
             step_times=self._pipeline.times(),
-        )  # fmt: skip
+        )
 
     def inspect(self, limit: int) -> Inspection:
         """What is held now, block by block, and the oldest requests."""
@@ -171,6 +175,8 @@ class Core:
             self._delivery.note_ended()
             if tokens is not None:
                 self._delivery.deliver(tokens)
+                if tokens.logits:
+                    self._guidance.take_logits(tokens)
             self._tell_lost()  # after the delivery: a token that came is not lost with the step after it
             self._settle()
             self._pipeline.rest(start)
@@ -256,10 +262,10 @@ class Core:
 
     # --- commands ---
 
-    def _open(self, opening: tuple[Request, Submission, asyncio.AbstractEventLoop]) -> None:
-        request, submission, loop = opening
+    def _open(self, opening: tuple[Request, Submission]) -> None:
+        request, submission = opening
         try:
-            self._live.admit(request, loop)
+            self._live.admit(request)
             if self._dead is not None or self._closing:
                 raise EngineClosed("the engine is closed") if self._dead is None else self._death()
             if not request.mailbox.aborted:
@@ -308,12 +314,18 @@ class Core:
         ids = [request.id, *(next(self._ids) for _ in prepared.choices[1:])]
         branches = zip(self._live.begin(request, ids), prepared.choices, strict=True)
         for index, (branch, choice) in enumerate(branches):
-            self._scheduler.add(prepared.spec(index, ids, submission, self._model.facts.max_model_len))
+            self._scheduler.add(prepared.spec(index, ids, submission, self.model.facts.max_model_len))
             branch.take_text(choice, prepared.min_tokens, self._delivery.found)
             if choice.guide is not None:
-                self._guidance.begin(branch, choice.guide)
+                self._guidance.begin(branch, choice.guide, self._driver(choice, request))
         mailbox.stage = Stage.QUEUED
         mailbox.notify()
+
+    def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
+        if choice.hooks is None or request.context is None or choice.guide is None:
+            return None
+        place = HookPlace(request.loop, request.context, self._workers.hooks, self._config.hook_timeout)
+        return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
     def _abandon(self, request: int) -> None:
         self._abort(self._live.get(request))
@@ -332,6 +344,7 @@ class Core:
     def _finish(self, request: Request) -> None:
         for branch in request.branches:
             self._scheduler.finish(branch.id, FinishReason.ABORT)
+            self._guidance.drop(branch)
 
     def _close(self, drain: float) -> None:
         self._closing = True
@@ -378,7 +391,7 @@ class Core:
         return death
 
     def _end(self, ended: Ended) -> None:
-        self._guidance.end(ended.request)
+        self._guidance.end(ended)
         branch = self._live.branch(ended.request)
         if branch is not None:
             try:

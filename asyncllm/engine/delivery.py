@@ -62,7 +62,7 @@ class Delivery:
     def deliver_forced(self, branch: Branch, token_ids: Sequence[int]) -> None:
         """Tokens of one branch that no step has sampled."""
         for token_id in token_ids:
-            if branch.matcher is not None and branch.matcher.matched is not None:
+            if branch.stop_reason is not None:
                 break
             self._hand_out(self._route((branch.id,)), (token_id,))
 

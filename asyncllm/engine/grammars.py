@@ -21,6 +21,10 @@ class Grammars:
         self._lock = Lock()
         self._compiler: GrammarCompiler | None = None
 
+    def build(self) -> None:
+        """Builds what the first request would. Raises `GrammarError` or `DependencyError`."""
+        self._ready().build()
+
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The constraint of a request at its start; None where it asks for no form. Raises `GrammarError`."""
         if params.structured_output is None:

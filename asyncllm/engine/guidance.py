@@ -1,39 +1,58 @@
 """Guidance: the core's side of late requests. Engine thread only.
 
 Their tokens go to their guides, and what the guides say goes to the scheduler: how the next token is to be sampled, the
-tokens that come next in any case, or that this is the end.
+tokens that come next in any case, or that this is the end. Where the host has functions of its own to be called in
+between, it goes through their driver.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.guide import Guide, Word
 from asyncllm.engine.guide_work import GuideWork
+from asyncllm.engine.hook_driver import HookDriver, HostLogits
 from asyncllm.engine.live_requests import Branch, LiveRequests, Request
-from asyncllm.engine.scheduling.reports import StepTokens
+from asyncllm.engine.plan import Adjustment
+from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.errors import RequestError, RequestFailed
 from asyncllm.results import FinishReason
 
+logger = logging.getLogger("asyncllm")
+
+
+DriverMaker = Callable[[Callable[[Adjustment], object]], HookDriver]
+"""Makes a driver that has this called when a token may be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTurns:
+    """What guidance needs of the core."""
+
+    loop: asyncio.AbstractEventLoop
+    run: Callable[[Callable[[], object]], object]  # does this in a turn
+    fail: Callable[[Request, RequestError], object]  # in a turn: ends the request
+
 
 class Guidance:
-    """`fail` ends a request whose guide does not know on."""
+    """Ends a request whose guide, or host, does not know on."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        live: LiveRequests,
-        delivery: Delivery,
-        work: GuideWork,
-        fail: Callable[[Request, RequestError], object],
+        self, scheduler: Scheduler, live: LiveRequests, delivery: Delivery, work: GuideWork, turns: CoreTurns
     ) -> None:
         self._scheduler = scheduler
         self._live = live
         self._delivery = delivery
         self._work = work
-        self._fail = fail
+        self._turns = turns
+        self._drivers: dict[int, HookDriver] = {}  # of the branches that have not ended
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of all drivers
 
     def awaited(self) -> bool:
         """Whether a word may be there in time for the next plan."""
@@ -43,13 +62,37 @@ class Guidance:
         """A plan is made without the rows whose word is still to come."""
         self._work.let_pass()
 
-    def begin(self, branch: Branch, guide: Guide) -> None:
-        """A late request was queued."""
+    def begin(self, branch: Branch, guide: Guide, make_driver: DriverMaker | None) -> None:
+        """A late request was queued; with a driver where there is something to call between its tokens."""
         self._work.start(branch.id, guide)
+        if make_driver is not None:
+            driver = self._drivers[branch.id] = make_driver(partial(self._bind, branch.id))
+            task = self._tasks[branch.id] = self._turns.loop.create_task(driver.drive())
+            task.add_done_callback(partial(self._driven, branch))
 
-    def end(self, request: int) -> None:
-        """A request, late or not, has ended."""
-        self._work.forget(request)
+    def end(self, ended: Ended) -> None:
+        """A branch, late or not, has ended by itself; what came before is still told to the host."""
+        self._work.forget(ended.request)
+        driver = self._drivers.pop(ended.request, None)
+        if driver is None:
+            return
+        if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            driver.end()
+        else:
+            self._tasks[ended.request].cancel()
+
+    def drop(self, branch: Branch) -> None:
+        """A branch is no more."""
+        self._work.forget(branch.id)
+        if self._drivers.pop(branch.id, None) is not None:
+            self._tasks[branch.id].cancel()
+
+    async def aclose(self) -> None:
+        """Call the host no more; all requests have ended."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def take_late(self, tokens: StepTokens) -> None:
         """Late tokens have come. Who goes on needs the next word while their step runs: so guides are told first."""
@@ -57,7 +100,15 @@ class Guidance:
             self._work.forget(end.request)
         for request, token_id in zip(tokens.requests, tokens.token_ids, strict=True):
             self._work.tell(request, (token_id,))
+            if self._drivers and request in self._drivers:
+                self._drivers[request].take_tokens((token_id,))
         self._delivery.deliver_late(tokens)
+
+    def take_logits(self, tokens: StepTokens) -> None:
+        """A step has kept logits that the host reads."""
+        for kept in tokens.logits:
+            if kept.request in self._drivers:
+                self._drivers[kept.request].take_logits(HostLogits(kept.position, kept.values))
 
     def take_words(self) -> None:
         """The guides have said something."""
@@ -69,17 +120,36 @@ class Guidance:
                 failure = answer.word
                 if not isinstance(failure, RequestError):
                     failure = RequestFailed.caused("what constrains this request failed", failure)
-                self._fail(branch.request, failure)
+                self._turns.fail(branch.request, failure)
             else:
                 self._pass_on(branch, answer.word)
 
     def _pass_on(self, branch: Branch, word: Word) -> None:
+        driver = self._drivers.get(branch.id)
         if word.forced:
             taken = self._scheduler.force(branch.id, word.forced)
+            if driver is not None:
+                driver.take_tokens(taken)
             self._delivery.deliver_forced(branch, taken[:-1])
             self._delivery.note_ended()  # the last of them may be a stop id
             self._delivery.deliver_forced(branch, taken[-1:])
         if word.adjustment is None:
             self._scheduler.finish(branch.id, FinishReason.STOP)
+        elif driver is not None:
+            driver.take_adjustment(word.token_ids, word.adjustment)
         else:
             self._scheduler.bind(branch.id, word.adjustment)
+
+    def _bind(self, request: int, adjustment: Adjustment) -> None:
+        self._turns.run(lambda: self._scheduler.bind(request, adjustment))
+
+    def _driven(self, branch: Branch, task: asyncio.Task[None]) -> None:
+        del self._tasks[branch.id]
+        driver = self._drivers.pop(branch.id, None)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if driver is None:
+            return logger.warning("a request has ended, and then: %s", error)
+        failure = error if isinstance(error, RequestError) else RequestFailed.caused("a hook failed", error)
+        self._turns.run(lambda: self._turns.fail(branch.request, failure))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from asyncllm.engine.plan import Adjustment, Mask
+from asyncllm.engine.plan import Adjustment, Mask, RowBias, RowSampling
+from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
+from asyncllm.outputs.repetition import DrySettings, dry_penalties
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,55 +19,107 @@ class Word:
 
     adjustment: Adjustment | None  # None: the request ends
     forced: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()  # prompt and output before that one, where the guide `tells_tokens`
+
+
+@dataclass(frozen=True, slots=True)
+class Guidelines:
+    """What one choice asks of the host. Its own: `constraint` has a state."""
+
+    constraint: Constraint | None = None
+    bad_sequences: BadSequences | None = None
+    dry: DrySettings | None = None
+    jumps: bool = True
+    """Forced tokens are not sampled; where the log-probability of each token is asked for, they must be."""
+    tells_tokens: bool = False  # see `Word`
 
 
 class Guide:
-    """Drives the constraint of one request. Used by one thread at a time.
+    """Follows the tokens of one choice. Used by one thread at a time.
 
     A constraint that leaves nothing but an end ends the request, whatever its min_tokens.
     """
 
     def __init__(
-        self,
-        constraint: Constraint,
-        *,
-        vocab_size: int,
-        min_tokens: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        jumps: bool = True,
+        self, guidelines: Guidelines, *, prompt: Sequence[int], sampling: RowSampling, vocab_size: int
     ) -> None:
-        """`stop_ids` may not be sampled among the first `min_tokens` tokens. `jumps`: forced tokens are not sampled;
-        where the log-probability of each token is asked for, they must be."""
-        self._constraint = constraint
-        self._jumps = jumps
+        self._guidelines = guidelines
+        self._sampling = sampling
+        self._vocab_size = vocab_size
         self._words = -(-vocab_size // 32)
-        self._unending = min_tokens  # so many more tokens may not be an end
-        self._banned: Mask | None = None
-        if min_tokens and stop_ids:
-            self._banned = np.zeros(self._words, np.uint32)
-            for token_id in stop_ids:
-                self._banned[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._suppressed = _mask(sampling.suppressed, self._words)
+        self.prompt_tokens = len(prompt)
+        self.token_ids = [*prompt]
+        """Prompt and output, forced tokens included that were said last."""
 
     def advance(self, token_ids: Sequence[int]) -> Word:
         """From the tokens that came since the last call, forced ones apart, to what comes next. Raises what is wrong
-        with the constraint."""
-        constraint = self._constraint
+        with the constraint, and `ValueError` where nothing may come next."""
+        self.token_ids += token_ids
+        constraint = self._guidelines.constraint
+        if constraint is None:
+            return self._word(None)
         if token_ids:
             constraint.accept(token_ids)
         forced: tuple[int, ...] = ()
-        if self._jumps and not constraint.finished:
+        if self._guidelines.jumps and not constraint.finished:
             forced = tuple(constraint.forced())
             if forced:
                 constraint.accept(forced)
-        self._unending = max(0, self._unending - len(token_ids) - len(forced))
+                self.token_ids += forced
         if constraint.finished:
             return Word(None, forced)
         mask = constraint.mask()
         if mask is not None:
-            if mask.shape != (self._words,) or mask.dtype != np.uint32:
-                raise ValueError(f"a mask of {self._words} words of uint32 was due, got {mask.dtype} {mask.shape}")
-            if not mask.any():
-                raise ValueError("the constraint leaves no token, and is not finished")
-            if self._unending and self._banned is not None and not (mask & ~self._banned).any():
+            self._check_mask(mask)
+            early = len(self.token_ids) < self._sampling.suppress_before
+            if early and not (mask & ~self._suppressed).any():
                 return Word(None, forced)
-        return Word(Adjustment(mask), forced)
+        return self._word(mask, forced)
+
+    def _word(self, mask: Mask | None, forced: tuple[int, ...] = ()) -> Word:
+        token_ids = self.token_ids.copy() if self._guidelines.tells_tokens else ()
+        return Word(Adjustment(mask, self._bias(mask)), forced, token_ids)
+
+    def _check_mask(self, mask: Mask) -> None:
+        if mask.shape != (self._words,) or mask.dtype != np.uint32:
+            raise ValueError(f"a mask of {self._words} words of uint32 was due, got {mask.dtype} {mask.shape}")
+        if not mask.any():
+            raise ValueError("the constraint leaves no token, and is not finished")
+
+    def _bias(self, mask: Mask | None) -> RowBias | None:
+        lines, biases = self._guidelines, dict[int, float]()
+        if lines.dry is not None:
+            biases = {token_id: -penalty for token_id, penalty in dry_penalties(self.token_ids, lines.dry).items()}
+        if lines.bad_sequences is not None:
+            banned = lines.bad_sequences.banned(self.token_ids[self.prompt_tokens :])
+            if banned:
+                self._check_left(banned, mask)
+                biases.update(dict.fromkeys(banned, -np.inf))
+        return _row_bias(biases) if biases else None
+
+    def _check_left(self, banned: set[int], mask: Mask | None) -> None:
+        """Raise `ValueError` where these bans, with the others, leave nothing."""
+        sampling = self._sampling
+        bans = {*banned, *sampling.banned}
+        if len(self.token_ids) < sampling.suppress_before:
+            bans.update(sampling.suppressed)
+        if sampling.allowed is None and mask is None:
+            left = len(bans) < self._vocab_size
+        elif mask is None:
+            left = bool({*(sampling.allowed or ())} - bans)
+        else:
+            left = bool((mask & ~_mask(bans, self._words)).any())
+        if not left:
+            raise ValueError("bad_words, with what else is banned, leave no token")
+
+
+def _mask(token_ids: Sequence[int] | set[int], words: int) -> Mask:
+    mask = np.zeros(words, np.uint32)
+    for token_id in token_ids:
+        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask
+
+
+def _row_bias(biases: Mapping[int, float]) -> RowBias:
+    return RowBias(np.array(list(biases), np.int32), np.array(list(biases.values()), np.float32))

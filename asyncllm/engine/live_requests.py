@@ -7,18 +7,20 @@ steps: it is told what happened and tells the mailboxes.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncllm.engine.mailbox import ChoiceBox, ChoiceEnd, ConsumerLoop, Ending, Mailbox, Stage
 from asyncllm.engine.preparation import ChatOptions, PreparedChoice, Submission
-from asyncllm.engine.request_text import RequestText
+from asyncllm.engine.request_text import RequestText, WatchedText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
 from asyncllm.metrics import RequestMetrics, RequestView
+from asyncllm.outputs.repetition import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
-from asyncllm.results import FinishReason, Usage
+from asyncllm.results import REPETITION, FinishReason, Usage
 
 clock = time.monotonic
 
@@ -30,8 +32,10 @@ class Request:
         "arrival",
         "branches",
         "cached_tokens",
+        "context",
         "first_token",
         "id",
+        "loop",
         "mailbox",
         "open",
         "params",
@@ -40,9 +44,14 @@ class Request:
         "scheduled",
     )
 
-    def __init__(self, request: int, mailbox: Mailbox, submission: Submission) -> None:
+    def __init__(
+        self, request: int, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """In the task that submits it: where there are functions of the host's to be called, its context is kept."""
         self.id = request
         self.mailbox = mailbox
+        self.loop = loop
+        self.context = contextvars.copy_context() if submission.params.has_hooks else None
         self.params: SamplingParams = submission.params
         self.arrival = submission.arrival
         self.branches: tuple[Branch, ...] = ()  # its choices, once it is handed to the scheduler
@@ -57,7 +66,7 @@ class Request:
 class Branch:
     """One choice of a live request; a request of its own for the scheduler."""
 
-    __slots__ = ("box", "flush", "id", "mailbox", "matcher", "push", "request")
+    __slots__ = ("box", "flush", "id", "mailbox", "matcher", "push", "request", "watch")
 
     def __init__(self, branch: int, request: Request, box: ChoiceBox) -> None:
         self.id = branch
@@ -67,6 +76,14 @@ class Branch:
         self.push: Callable[[Sequence[int]], str] | None = None  # ids to text; None without a tokenizer
         self.flush: Callable[[], str] | None = None
         self.matcher: StopMatcher | None = None
+        self.watch: LoopWatch | None = None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """What was found in the text, or in the ids, that ends the branch."""
+        if self.matcher is not None and self.matcher.matched is not None:
+            return self.matcher.matched
+        return REPETITION if self.watch is not None and self.watch.found else None
 
     @property
     def addressee(self) -> Branch:
@@ -74,14 +91,15 @@ class Branch:
         return self if self.request.params.max_tokens != 0 else _NOBODY
 
     def take_text(self, prepared: PreparedChoice, min_tokens: int, found: list[int]) -> None:
-        """Begin to turn ids into text. The branch is named in `found` when its stop string has come."""
-        detokenizer, matcher = prepared.detokenizer, prepared.matcher
-        if detokenizer is None:
-            return
-        self.push, self.flush = detokenizer.push, detokenizer.flush
-        if matcher is not None:
-            text = RequestText(self.id, detokenizer, matcher, min_tokens=min_tokens, found=found)
-            self.push, self.flush, self.matcher = text.push, text.flush, matcher
+        """Begin to turn ids into text. The branch is named in `found` when its stop string, or a loop, has come."""
+        detokenizer, matcher, watch = prepared.detokenizer, prepared.matcher, prepared.watch
+        if detokenizer is not None:
+            self.push, self.flush = detokenizer.push, detokenizer.flush
+            if matcher is not None:
+                text = RequestText(self.id, detokenizer, matcher, min_tokens=min_tokens, found=found)
+                self.push, self.flush, self.matcher = text.push, text.flush, matcher
+        if watch is not None:
+            self.push, self.watch = WatchedText(self.id, self.push, watch, found).push, watch
 
     def mute(self) -> None:
         """Show no text for the id that comes next."""
@@ -104,7 +122,8 @@ def _nobody() -> Branch:
     mailbox = Mailbox("")
     mailbox.choices[0].ids = _Lost()
     submission = Submission((), SamplingParams(), 0.0, ChatOptions())
-    return Branch(-1, Request(-1, mailbox, submission), mailbox.choices[0])
+    loop = asyncio.BaseEventLoop()  # never run
+    return Branch(-1, Request(-1, mailbox, submission, loop), mailbox.choices[0])
 
 
 _NOBODY = _nobody()
@@ -157,9 +176,9 @@ class LiveRequests:
         request = self._names.get(request_id)
         return None if request is None else self._requests[request]
 
-    def admit(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        """Take a request in; its mailbox is answered on `loop`. Raises `DuplicateRequestError`, and has it even so."""
-        mailbox = request.mailbox
+    def admit(self, request: Request) -> None:
+        """Take a request in. Raises `DuplicateRequestError`, and has it even so."""
+        mailbox, loop = request.mailbox, request.loop
         consumer = self._consumers.get(loop)
         if consumer is None:
             consumer = self._consumers[loop] = ConsumerLoop(loop)
@@ -198,8 +217,8 @@ class LiveRequests:
         stop_reason: str | int | None = None
         if request.params.max_tokens == 0:
             reason = FinishReason.LENGTH if reason is FinishReason.STOP else reason
-        elif branch.matcher is not None and branch.matcher.matched is not None:
-            reason, stop_reason = FinishReason.STOP, branch.matcher.matched
+        elif branch.stop_reason is not None:
+            reason, stop_reason = FinishReason.STOP, branch.stop_reason
         elif ended.stop_token_id in request.params.stop_token_ids:
             stop_reason = ended.stop_token_id
         branch.box.end = ChoiceEnd(reason, stop_reason, tail)

@@ -14,16 +14,26 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.config import EngineConfig
 from asyncllm.engine.grammars import Grammars
 from asyncllm.engine.guide import Guide
+from asyncllm.engine.guide_maker import GuideMaker
+from asyncllm.engine.hook_driver import Hooks
 from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import Int32Array, RowSampling
 from asyncllm.engine.row_sampling import SamplingResolver
 from asyncllm.engine.scheduling.request import RequestSpec
-from asyncllm.errors import ChatTemplateError, ContextLengthError, InvalidParamsError, InvalidPromptError
+from asyncllm.errors import (
+    ChatTemplateError,
+    ConfigError,
+    ContextLengthError,
+    GrammarError,
+    InvalidPromptError,
+)
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
+from asyncllm.outputs.repetition import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 
@@ -69,6 +79,8 @@ class PreparedChoice:
     detokenizer: TextStream | None
     matcher: StopMatcher | None
     guide: Guide | None  # of a late request
+    hooks: Hooks | None
+    watch: LoopWatch | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +115,21 @@ class Prepared:
 class Preparation:
     """Prepares requests for one model. Holds no state of a request; any number of threads may use it at once."""
 
-    def __init__(self, model: ServedModel, capacity: int) -> None:
-        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`."""
+    def __init__(self, model: ServedModel, config: EngineConfig, capacity: int) -> None:
+        """`capacity`: the most tokens that one request can come to, see `SchedulerConfig.capacity`.
+
+        Raises `ConfigError` where `config` asks for grammars that the model's tokenizer cannot have.
+        """
         self._model = model
         self._resolver = SamplingResolver(model)
         grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
-        self._constrain = model.constrain or grammars.constraint
+        self._guides = GuideMaker(model, model.constrain or grammars.constraint)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
+        if config.prepare_grammars:
+            try:
+                grammars.build()
+            except GrammarError as error:
+                raise ConfigError(f"prepare_grammars: {error}") from None
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
@@ -120,10 +140,8 @@ class Preparation:
         if not params.ignore_eos:
             stop_ids |= model.eos_token_ids
         bad_words = self._resolver.bad_words(params)
-        if bad_words.sequences:
-            raise InvalidParamsError(f"bad_words of several tokens are not supported yet: {params.bad_words!r:.80}")
         sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
-        guides = self._guides(params, stop_ids)
+        guides = self._guides.make(params, bad_words, token_ids.tolist(), sampling)
         return Prepared(
             token_ids=token_ids,
             choices=tuple([self._choice(params, i, sampling, token_ids, guide) for i, guide in enumerate(guides)]),
@@ -146,29 +164,20 @@ class Preparation:
             )
         if choice or guide is not None:
             told = None if choice else sampling.prompt_logprobs  # the prompt is that of the first choice
-            sampling = replace(sampling, choice=choice, late=guide is not None, prompt_logprobs=told)
+            reads = bool(params.logits_processors)
+            late = guide is not None
+            sampling = replace(sampling, choice=choice, late=late, reads_logits=reads, prompt_logprobs=told)
+        loops = params.repetition_detection
         return PreparedChoice(
             sampling=sampling,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
             guide=guide,
+            hooks=Hooks(params.logits_processors, params.on_token) if params.has_hooks else None,
+            watch=None
+            if loops is None
+            else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
         )
-
-    def _guides(self, params: SamplingParams, stop_ids: frozenset[int]) -> Sequence[Guide | None]:
-        """Of each choice."""
-        constraint = self._constrain(params)
-        if constraint is None:
-            return [None] * params.n
-        return [
-            Guide(
-                own,
-                vocab_size=self._model.facts.vocab_size,
-                min_tokens=params.min_tokens,
-                stop_ids=stop_ids,
-                jumps=params.logprobs is None and params.logprob_token_ids is None,
-            )
-            for own in (constraint, *(constraint.copy() for _ in range(params.n - 1)))
-        ]
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
         """The ids of a text, by the tokenizer's own rule for special tokens, or of messages, by the template's."""
@@ -200,6 +209,10 @@ class Preparation:
         return template.render(
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
+
+    def token_ids(self, text: str | Sequence[int]) -> Int32Array:
+        """The ids of a text that is no request, checked as one's are."""
+        return self._prompt_array(text, ChatOptions(), None)
 
     def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
         """The prompt's ids, or so many `last` ones of them."""

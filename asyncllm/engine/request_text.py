@@ -1,10 +1,11 @@
-"""RequestText: the text of one request, from the ids of its steps to what its stream may show."""
+"""RequestText: the text of one choice, from the ids of its steps to what its stream may show, and where it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncllm.outputs.detokenizer import TextStream
+from asyncllm.outputs.repetition import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 
 
@@ -39,3 +40,24 @@ class RequestText:
         """The rest at the end of the request; a stop string may still be found in it."""
         text = self._detokenizer.flush()
         return text if self._unmatched else self._push_text(text) + self._matcher.flush()
+
+
+class WatchedText:
+    """Looks whether the ids go round in circles, and leaves their text to others."""
+
+    __slots__ = ("_found", "_push", "_request", "_watch")
+
+    def __init__(
+        self, request: int, push: Callable[[Sequence[int]], str] | None, watch: LoopWatch, found: list[int]
+    ) -> None:
+        """`push`: None where there is no text. The request is named in `found` once it repeats itself."""
+        self._request = request
+        self._push = push
+        self._watch = watch
+        self._found = found
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text of one more id."""
+        if self._watch.push(ids[0]):
+            self._found.append(self._request)
+        return "" if self._push is None else self._push(ids)

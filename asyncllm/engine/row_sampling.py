@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import LogprobsRequest, RowSampling
@@ -25,15 +24,6 @@ DEFAULTS: Mapping[str, float | int] = {
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
 }
-
-NOT_YET: Mapping[str, Any] = {
-    "dry_multiplier": 0.0,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "logits_processors": (),
-    "on_token": None,
-}
-"""Parameters that nothing acts on yet, and the only value that they may have."""
 
 WordIds = tuple[int, ...]
 """The tokens of a text that may not be generated."""
@@ -57,7 +47,6 @@ class SamplingResolver:
 
     def check(self, params: SamplingParams) -> None:
         """Raise `InvalidParamsError` for what this model cannot do."""
-        self._check_supported(params)
         size = self._vocabulary
         named = {
             "stop_token_ids": params.stop_token_ids,
@@ -75,11 +64,6 @@ class SamplingResolver:
                 if getattr(params, name):
                     what = "stop strings" if name == "stop" else name
                     raise InvalidParamsError(f"{what} need a tokenizer, which this model does not have")
-
-    def _check_supported(self, params: SamplingParams) -> None:
-        for name, neutral in NOT_YET.items():
-            if getattr(params, name) != neutral:
-                raise InvalidParamsError(f"{name} is not supported yet")
 
     def resolve(
         self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int], bad_words: BadWords

@@ -63,6 +63,11 @@ class TokenStream:
         ending = self._mailbox.ending
         return None if ending is None else ending.metrics
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the next delta is there already: of another choice, say, whose token came in the same step."""
+        return not self._over and self._is_more_there()
+
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
         self._submit()

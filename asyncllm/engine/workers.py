@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 THREADS = min(4, os.cpu_count() or 1)
+HOOK_THREADS = 32
+"""A plain hook that waits keeps one of them."""
 LONG_TEXT = 100_000
 """Characters from which on a text has a thread of its own: about 0.1 s of work."""
 
 
 class Workers:
     """Several threads for what is short, and one for what is long: a prompt of megabytes delays only its like. Others
-    are for `guides`, which are at work while a step is."""
+    are for `guides`, which are at work while a step is, and for `hooks`, the host's own functions."""
 
-    def __init__(self, short: Executor, long: Executor, guides: Executor) -> None:
+    def __init__(self, short: Executor, long: Executor, guides: Executor, hooks: Executor) -> None:
         self.short = short
         self.guides = guides
+        self.hooks = hooks
         self._long = long
 
     @classmethod
@@ -30,6 +33,7 @@ class Workers:
             ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-worker"),
             ThreadPoolExecutor(1, thread_name_prefix="asyncllm-long-worker"),
             ThreadPoolExecutor(THREADS, thread_name_prefix="asyncllm-guide"),
+            ThreadPoolExecutor(HOOK_THREADS, thread_name_prefix="asyncllm-hook"),
         )
 
     def submit(self, characters: int, work: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -40,3 +44,4 @@ class Workers:
         """Drop what has not begun, and `wait` for what is being done."""
         for executor in (self.short, self._long, self.guides):
             executor.shutdown(wait, cancel_futures=True)
+        self.hooks.shutdown(wait=False, cancel_futures=True)  # who knows when a function of the host's returns

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, tl
+from asyncllm.kernels.language import await_previous, ceil_div, jit, launch_next, overlap_options, tl
 
 _BLOCK = 1024
 
@@ -19,24 +19,34 @@ class Activation(Enum):
 
 
 @jit
+def gate_up_product(gate: tl.tensor, up: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """f(gate) · up, of float32: f is SiLU, or GELU by its approximation through tanh."""
+    if GELU:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x³)
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate *= tl.sigmoid(gate)
+    return gate * up
+
+
+@jit
 def _gated_kernel(
     output: tl.tensor,
     gate_up: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     gate = tl.load(gate_up + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x³)
-        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        gate *= tl.sigmoid(gate)
-    tl.store(output + row * SIZE + columns, (gate * up).to(output.dtype.element_ty), mask=inside)
+    product = gate_up_product(gate, up, GELU)
+    tl.store(output + row * SIZE + columns, product.to(output.dtype.element_ty), mask=inside)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +59,13 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, output: torc
         output = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gated_kernel[(rows, ceil_div(size, _BLOCK))](
-            output, gate_up, SIZE=size, BLOCK=_BLOCK, GELU=activation is Activation.GELU_TANH, num_warps=4
+            output,
+            gate_up,
+            SIZE=size,
+            BLOCK=_BLOCK,
+            GELU=activation is Activation.GELU_TANH,
+            num_warps=4,
+            **overlap_options(gate_up.device),
         )
     return output
 

@@ -31,6 +31,7 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """
     layers, _, blocks, kv_heads, block_size, head_dim = pool.shape
     size = kv_heads * block_size * head_dim
+    pool = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
     if len(pairs):
         _block_copy_kernel[(len(pairs), 2 * layers, ceil_div(size, _BLOCK))](
             pool, pairs, blocks, SIZE=size, BLOCK=_BLOCK
@@ -38,5 +39,6 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 def copy_blocks_reference(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """`copy_blocks` in plain torch."""
+    """`copy_blocks` in plain torch, which moves no 8-bit floats by index, but bytes."""
+    pool = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
     pool[:, :, pairs[:, 1].long()] = pool[:, :, pairs[:, 0].long()]

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, tl
+from asyncllm.kernels.language import await_previous, ceil_div, jit, launch_next, overlap_options, tl
 
 _BLOCK = 1024
 
 
 @jit
 def _embedding_kernel(
-    output: tl.tensor, table: tl.tensor, token_ids: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    output: tl.tensor,
+    table: tl.tensor,
+    token_ids: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -29,7 +36,9 @@ def embedding(table: torch.Tensor, token_ids: torch.Tensor, output: torch.Tensor
     if output is None:
         output = torch.empty((rows, size), dtype=table.dtype, device=table.device)
     if rows:
-        _embedding_kernel[(rows, ceil_div(size, _BLOCK))](output, table, token_ids, SIZE=size, BLOCK=_BLOCK)
+        _embedding_kernel[(rows, ceil_div(size, _BLOCK))](
+            output, table, token_ids, SIZE=size, BLOCK=_BLOCK, **overlap_options(table.device)
+        )
     return output
 
 

@@ -7,7 +7,10 @@ Compiled for a GPU; under `TRITON_INTERPRET=1`, set before the first import, ker
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
+
+import torch
 
 try:
     import triton
@@ -16,10 +19,25 @@ try:
 except ModuleNotFoundError:
     TRITON_AVAILABLE = False
     triton = tl = TensorDescriptor = None
+    constexpr: Callable[[int], Any] = int
 else:
     TRITON_AVAILABLE = True
+    constexpr = tl.constexpr
+"""Makes a number of a module known to its kernels."""
 
-__all__ = ["TRITON_AVAILABLE", "Kernel", "TensorDescriptor", "ceil_div", "jit", "next_power_of_2", "tl"]
+__all__ = [
+    "TRITON_AVAILABLE",
+    "Kernel",
+    "TensorDescriptor",
+    "await_previous",
+    "ceil_div",
+    "constexpr",
+    "jit",
+    "launch_next",
+    "next_power_of_2",
+    "overlap_options",
+    "tl",
+]
 
 
 class Kernel(Protocol):
@@ -49,6 +67,36 @@ def jit(function: Callable[..., Any]) -> Kernel:
         return _Missing(function.__qualname__)
     kernel: Kernel = triton.jit(function)
     return kernel
+
+
+# Programmatic dependent launch: a kernel launched with `overlap_options` may begin while the one before it on the
+# stream still runs: once all programs of that one have called `launch_next` or have ended. It must not read what that
+# one writes, nor write anything, before `await_previous`. As every kernel calls `launch_next` after `await_previous`
+# only, whatever was launched before the previous kernel is complete when a program begins, and may be read at once.
+
+
+@jit
+def await_previous(OVERLAP: tl.constexpr) -> None:
+    """Wait until the kernel launched before this one is complete, and what it wrote is there."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def launch_next(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel begin, when every program has come here. Only after `await_previous`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """Arguments of a launch of a kernel with a parameter `OVERLAP`: overlapped where wanted and possible."""
+    return {"OVERLAP": True, "launch_pdl": True} if wanted and _can_overlap(device) else {"OVERLAP": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, next_power_of_2, tl
+from asyncllm.kernels.language import await_previous, ceil_div, jit, launch_next, next_power_of_2, overlap_options, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,18 @@ def _rope_cache_kernel(
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    # What depends on nothing is loaded first, then what depends on it: so a decode step waits twice, not four times.
+    # What depends on nothing is loaded first, then what depends on it together with the heads: one wait, if the first
+    # one passes while the kernel before still runs.
     token = tl.program_id(0)
     count = tl.load(num_tokens)
     position = tl.load(positions + token)
-    row = tl.load(rows + token).to(tl.int64)
-    angle = tl.load(angles + token).to(tl.int64)
+    row = tl.load(rows + token)
+    angle = tl.load(angles + token)
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
 
     half: tl.constexpr = ROTARY // 2
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -64,6 +69,11 @@ def _rope_cache_kernel(
     is_value = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
     pairs = tl.arange(0, HALF_PAD)
     known = (heads < Q_HEADS + 2 * KV_HEADS)[:, None]
+    entry = tl.where(token < count, row.to(tl.int64) * table_width + position // BLOCK_SIZE, 0)
+    block = tl.load(block_table + entry).to(tl.int64)
+    turn = table + tl.where(token < count, angle, 0).to(tl.int64) * ROTARY + pairs
+    cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     source = qkv + token.to(tl.int64) * QKV_STRIDE + heads[:, None] * DIM
     low = tl.load(source + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     high = tl.load(source + half + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
@@ -72,10 +82,6 @@ def _rope_cache_kernel(
         rest = tl.load(source + others[None, :], mask=known & (others < DIM)[None, :], other=0.0).to(tl.float32)
     if token >= count:
         return
-    block = tl.load(block_table + row * table_width + position // BLOCK_SIZE).to(tl.int64)
-    turn = table + angle * ROTARY + pairs
-    cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
 
     rotates = (is_query | is_key)[:, None]
     if NORM:
@@ -98,12 +104,29 @@ def _rope_cache_kernel(
     kv_head = tl.where(is_value, heads - (Q_HEADS + KV_HEADS), heads - Q_HEADS)
     slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
     to_cache = cache + tl.where(is_value, plane_stride, 0) + slot * DIM
-    destination = tl.where(is_query, to_query, to_cache)[:, None]
-    element = cache.dtype.element_ty
+    if NARROW:
+        cached = known & (is_key | is_value)[:, None]
+        known &= is_query[:, None]
+        pair = (pairs < half)[None, :]
+        tl.store(to_cache[:, None] + pairs[None, :], _narrow(turned_low, cache, LIMIT), mask=cached & pair)
+        tl.store(to_cache[:, None] + half + pairs[None, :], _narrow(turned_high, cache, LIMIT), mask=cached & pair)
+        if REST_PAD:
+            to_rest = to_cache[:, None] + others[None, :]
+            tl.store(to_rest, _narrow(rest, cache, LIMIT), mask=cached & (others < DIM)[None, :])
+        destination = to_query[:, None]
+    else:
+        destination = tl.where(is_query, to_query, to_cache)[:, None]
+    element = query.dtype.element_ty
     tl.store(destination + pairs[None, :], turned_low.to(element), mask=known & (pairs < half)[None, :])
     tl.store(destination + half + pairs[None, :], turned_high.to(element), mask=known & (pairs < half)[None, :])
     if REST_PAD:
         tl.store(destination + others[None, :], rest.to(element), mask=known & (others < DIM)[None, :])
+
+
+@jit
+def _narrow(x: tl.tensor, cache: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """In the cache's 8 bits: what is too large is as large as they can say."""
+    return _finite(x, LIMIT).to(cache.dtype.element_ty)
 
 
 @jit
@@ -138,6 +161,7 @@ def rope_cache(
     angles: torch.Tensor | None = None,
     norm: HeadNorm | None = None,
     query: torch.Tensor | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to their slots; returns the queries [tokens, Hq, D].
 
@@ -145,11 +169,16 @@ def rope_cache(
     at positions[i] of the request in block_table[rows[i]]; num_tokens [1] int32, how many of the tokens exist (for the
     others nothing is written); table [any, R], cosines in the first R/2 columns, sines in the last; angles
     [tokens], of any integer type: each token's line of the table, positions unless given; cache
-    [2, blocks, Hkv, block_size, D], dense, of qkv's type; block_table [rows, most blocks] int32, dense. `query` is
-    written when given.
+    [2, blocks, Hkv, block_size, D], dense, of qkv's type or float8_e4m3fn; block_table [rows, most blocks] int32,
+    dense. `query` is written when given.
 
     Values are written finite (not-a-number as 0, infinity as the largest number): attention multiplies the values of
-    keys that a row may not see by 0, so one request's overflow would reach the next owner of its block.
+    keys that a row may not see by 0, so one request's overflow would reach the next owner of its block. In 8 bits, keys
+    too are written so.
+
+    `uniform=True`: a token gives the same bits whatever the number of tokens.
+
+    On a GPU where kernels overlap, all but qkv was written by a launch that is not the last one before.
     """
     _, _, kv_heads, block_size, dim = cache.shape
     tokens = qkv.shape[0]
@@ -159,7 +188,7 @@ def rope_cache(
     if query is None:
         query = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     # one program takes a few heads while tokens are few, so that a decode step fills the GPU
-    per_program = min(next_power_of_2(heads), 4 if tokens <= 256 else 16)
+    per_program = min(next_power_of_2(heads), 4 if uniform or tokens <= 256 else 16)
     if tokens:
         _rope_cache_kernel[(tokens, ceil_div(heads, per_program))](
             query,
@@ -186,8 +215,10 @@ def rope_cache(
             REST_PAD=next_power_of_2(dim - rotary) if dim > rotary else 0,
             HEADS=per_program,
             NORM=norm is not None,
-            LIMIT=torch.finfo(qkv.dtype).max,
+            LIMIT=torch.finfo(cache.dtype).max,
+            NARROW=cache.dtype != qkv.dtype,
             num_warps=1 if per_program <= 4 else 4,
+            **overlap_options(qkv.device),
         )
     return query
 
@@ -222,9 +253,15 @@ def rope_cache_reference(
         return torch.cat((low * cosine - high * sine, high * cosine + low * sine, rest), dim=-1)
 
     block = block_table[rows[:count].long(), position // block_size].long()
-    cache[0, block, :, position % block_size] = rotate(key).to(cache.dtype)
-    limit = torch.finfo(cache.dtype).max
-    cache[1, block, :, position % block_size] = value.nan_to_num(0.0, limit, -limit).to(cache.dtype)
+    limit = min(torch.finfo(cache.dtype).max, torch.finfo(torch.float32).max)
+    keys = rotate(key)
+    if cache.dtype != qkv.dtype:
+        keys = keys.nan_to_num(0.0, limit, -limit).clamp(-limit, limit)
+    values = value.nan_to_num(0.0, limit, -limit).clamp(-limit, limit)
+    # torch moves no 8-bit floats by index, but bytes
+    whole = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    whole[0, block, :, position % block_size] = keys.to(cache.dtype).view(whole.dtype)
+    whole[1, block, :, position % block_size] = values.to(cache.dtype).view(whole.dtype)
     result = torch.empty((qkv.shape[0], query.shape[1], dim), dtype=qkv.dtype, device=qkv.device)
     result[:count] = rotate(query).to(qkv.dtype)
     return result

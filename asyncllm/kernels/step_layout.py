@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.kernels.attention_plan import Sequences
 from asyncllm.kernels.language import ceil_div, jit, tl
-from asyncllm.kernels.paged_attention import Sequences
 
 NUM_DECODE, NUM_CHUNKS, NUM_TOKENS, NUM_SAMPLED, NUM_EDITS, SIZE_TOKENS, SIZE_SAMPLED = range(7)
 """The first words of a step. The last two are how many tokens and samples its launches are made for; what is beyond the

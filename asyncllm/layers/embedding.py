@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.kernels.embedding import embedding
 from asyncllm.layers.parameter import Placement, Slot
 
 
@@ -21,3 +22,16 @@ class Embedding:
     def slot(self) -> Slot:
         """The checkpoint tensor of this layer."""
         return Slot(self.weight)
+
+
+class KernelEmbedding(Embedding):
+    """The same, by our kernel."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[n] → [n, size], freshly allocated."""
+        return embedding(self.weight, token_ids)
+
+
+def make_embedding(vocab_size: int, size: int, placement: Placement) -> Embedding:
+    """The table in the form that suits `placement`."""
+    return (KernelEmbedding if placement.kernels else Embedding)(vocab_size, size, placement)

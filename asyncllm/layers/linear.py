@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import skinny_linear
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
+from asyncllm.kernels.uniform_linear import uniform_linear
+from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.product_table import AnyTiling, Product, device_table
 
 
 class Linear:
@@ -25,6 +30,14 @@ class Linear:
         """[n, in] → [n, out]."""
         return functional.linear(x, self.weight, self.bias)
 
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        return self(norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        residual += self(x)
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint tensors of this layer, under `prefix`."""
         start = 0
@@ -36,15 +49,115 @@ class Linear:
 
 
 class KernelLinear(Linear):
-    """The same; a single row is multiplied by our kernel, which reads the weights faster than the library does."""
+    """The same on a GPU: by our kernel where that is faster than the library, together with what stands beside it."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> None:
+        super().__init__(in_features, parts, bias=bias, placement=placement)
+        self.table = device_table(placement.device, placement.dtype)
+        self.arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=placement.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
+        tiling = self.tiling(x)
+        if tiling is None:
+            return functional.linear(x, self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias, arrivals=self.arrivals, tiling=tiling)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        tiling = self.tiling(x)
+        if len(x) == 1 and tiling is not None:
+            return skinny_linear(x, self.weight, self.bias, norm=RowNorm(norm.weight, norm.eps), tiling=tiling)
+        return self(norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        tiling = self.tiling(x, adds=True)
+        if tiling is not None:
+            skinny_linear(x, self.weight, self.bias, residual=residual, arrivals=self.arrivals, tiling=tiling)
+        elif self.bias is not None:
+            residual += functional.linear(x, self.weight, self.bias)
+        else:
+            torch.addmm(residual, x, self.weight.t(), out=residual)
+
+    def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
+        """How our kernel multiplies x, or None: the library is faster."""
+        outputs, inputs = self.weight.shape
+        return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
+
+
+class UniformLinear(Linear):
+    """The same on a GPU, each row to the bit as if it were alone; the norm and the sum are kernels of their own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        return uniform_linear(x, self.weight, self.bias)
+
+
+class GatedLinear:
+    """f(x Wg) · (x Wu): both products are one, and f is an activation."""
+
+    def __init__(self, linear: Linear, activation: GatedActivation | KernelGatedActivation) -> None:
+        """`linear` has the gate's features first, then as many others."""
+        self.linear = linear
+        self.activation = activation
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        return self.activation(self.linear.normed(x, norm))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        return self.linear.slots(prefix)
+
+
+class KernelGatedLinear:
+    """The same on a GPU: one kernel where that is faster than the library's product and another for the activation."""
+
+    def __init__(self, linear: KernelLinear, activation: KernelGatedActivation) -> None:
+        self.linear = linear
+        self.activation = activation
+        out_features, in_features = linear.weight.shape
+        self.product = Product(out_features // 2, in_features, gated=True)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        linear, kind = self.linear, self.activation.activation
+        tiling = linear.table.tiling(self.product, len(x))
+        if tiling is None:
+            return self.activation(functional.linear(norm(x), linear.weight, linear.bias))
+        row_norm = None
         if len(x) == 1:
-            return skinny_linear(x, self.weight, self.bias)
-        return super().__call__(x)
+            row_norm = RowNorm(norm.weight, norm.eps)
+        else:
+            x = norm(x)
+        return skinny_linear(
+            x,
+            linear.weight,
+            linear.bias,
+            norm=row_norm,
+            activation=kind,
+            arrivals=linear.arrivals,
+            tiling=tiling,
+        )
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        return self.linear.slots(prefix)
 
 
 def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> Linear:
     """The product in the form that suits `placement`."""
-    return (KernelLinear if placement.kernels else Linear)(in_features, parts, bias=bias, placement=placement)
+    form = (UniformLinear if placement.deterministic else KernelLinear) if placement.kernels else Linear
+    return form(in_features, parts, bias=bias, placement=placement)
+
+
+def make_gated_linear(
+    in_features: int, parts: Mapping[str, int], activation: str, *, bias: bool, placement: Placement
+) -> GatedLinear | KernelGatedLinear:
+    """The gated product in the form that suits `placement`; `parts` are the gate and what is gated."""
+    linear = make_linear(in_features, parts, bias=bias, placement=placement)
+    gate = make_gated_activation(activation, placement)
+    if isinstance(linear, KernelLinear) and isinstance(gate, KernelGatedActivation):
+        return KernelGatedLinear(linear, gate)
+    return GatedLinear(linear, gate)

@@ -20,25 +20,17 @@ class RMSNorm:
         """[..., size] → [..., size]."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def add(self, residual: Tensor, update: Tensor) -> Tensor:
-        """Add `update` to `residual` in place and return the norm of the sum."""
-        return self(residual.add_(update))
-
     def slot(self) -> Slot:
         """The checkpoint tensor of this layer."""
         return Slot(self.weight, initial=1.0)
 
 
 class KernelRMSNorm(RMSNorm):
-    """The same, by one kernel, the sum included."""
+    """The same, by one kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, size] → [n, size]."""
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, residual: Tensor, update: Tensor) -> Tensor:
-        """Add `update` to `residual` in place and return the norm of the sum."""
-        return rms_norm(update, self.weight, self.eps, residual)
 
 
 def make_rms_norm(size: int, eps: float, placement: Placement) -> RMSNorm:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from asyncllm.kernels.paged_attention import AttentionPlan, paged_attention
+from asyncllm.kernels.attention_plan import AttentionPlan
+from asyncllm.kernels.paged_attention import paged_attention
 from asyncllm.kernels.rope_cache import HeadNorm, rope_cache
 from asyncllm.layers.attention import Attention, HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.parameter import Placement, Slot
@@ -30,10 +31,11 @@ class PagedBatch:
 class PagedAttention:
     """One layer: optional norm of query and key heads, rotation, cache write, attention."""
 
-    def __init__(self, shape: HeadShape, cache: LayerCache) -> None:
+    def __init__(self, shape: HeadShape, cache: LayerCache, placement: Placement) -> None:
         self.shape = shape
         self.cache = cache
         self.norm: HeadNorm | None = None
+        self._deterministic = placement.deterministic
 
     def __call__(self, qkv: Tensor, rotation: TabledRotation, cache: Tensor, batch: PagedBatch) -> Tensor:
         """As `Attention` does: `qkv` [n, (num_heads + 2 · num_kv_heads) · head_dim] → [n, num_heads · head_dim]."""
@@ -48,9 +50,16 @@ class PagedAttention:
             cache=layer,
             block_table=batch.block_table,
             norm=self.norm,
+            uniform=self._deterministic,
         )
         attended = paged_attention(
-            query, layer, batch.block_table, batch.plan, scale=self.shape.head_dim**-0.5, chunks=batch.chunks
+            query,
+            layer,
+            batch.block_table,
+            batch.plan,
+            scale=self.shape.head_dim**-0.5,
+            chunks=batch.chunks,
+            overlap=True,
         )
         return attended.view(len(qkv), -1)
 
@@ -59,7 +68,7 @@ class NormedPagedAttention(PagedAttention):
     """Paged attention that takes the RMSNorm of each query and key head before the rotation (Qwen3)."""
 
     def __init__(self, shape: HeadShape, cache: LayerCache, eps: float, placement: Placement) -> None:
-        super().__init__(shape, cache)
+        super().__init__(shape, cache, placement)
         self.norm = HeadNorm(placement.empty(shape.head_dim), placement.empty(shape.head_dim), eps)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
@@ -82,5 +91,5 @@ class AttentionLayer(Protocol):
 def make_attention(shape: HeadShape, cache: LayerCache, norm_eps: float | None, placement: Placement) -> AttentionLayer:
     """Attention in the form that suits `placement`; `norm_eps` is None where heads have no norm."""
     if norm_eps is None:
-        return PagedAttention(shape, cache) if placement.kernels else Attention(shape, cache)
+        return PagedAttention(shape, cache, placement) if placement.kernels else Attention(shape, cache)
     return (NormedPagedAttention if placement.kernels else NormedAttention)(shape, cache, norm_eps, placement)

@@ -17,6 +17,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     kernels: bool = False  # layers run our kernels instead of torch's operators: what a GPU takes
+    deterministic: bool = False  # what a row gives does not depend on the others; with kernels only
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor."""

@@ -20,6 +20,6 @@ class ForwardBatch:
     token_ids: Tensor  # [n]
     positions: Tensor  # [n]
     lengths: Tensor | None  # [n], for a rope that depends on length: see `layers/rope.py`
-    sampled: Tensor  # [s]: the tokens whose logits are wanted
+    sampled: Tensor | None  # [s]: the tokens whose logits are wanted; None: all, in their order
     attention: tuple[AttentionBatch, ...] | tuple[PagedBatch, ...]  # one per cache group
     cache: Tensor  # [layers of a group, 2, blocks, kv_heads, block_size, head_dim], keys and values

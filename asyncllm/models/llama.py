@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.layers.activation import make_gated_activation
 from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
-from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.linear import make_linear
+from asyncllm.layers.embedding import make_embedding
+from asyncllm.layers.linear import make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
 from asyncllm.layers.parameter import Placement, Slot
@@ -78,21 +77,21 @@ class DecoderLayer:
         self.attention = make_attention(shape, cache, config.norm_eps if config.qk_norm else None, placement)
         self.output = make_linear(queries, {"o_proj": hidden}, bias=config.output_bias, placement=placement)
         self.mlp_norm = make_rms_norm(hidden, config.norm_eps, placement)
-        self.gate_up = make_linear(
-            hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias, placement=placement
+        self.gate_up = make_gated_linear(
+            hidden,
+            {"gate_proj": inner, "up_proj": inner},
+            config.activation,
+            bias=config.mlp_bias,
+            placement=placement,
         )
-        self.activation = make_gated_activation(config.activation, placement)
         self.down = make_linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
 
-    def __call__(
-        self, residual: Tensor, update: Tensor | None, rotation: Rotation | TabledRotation, batch: ForwardBatch
-    ) -> Tensor:
-        """Add `update`, what the layer before found, to `residual` [n, hidden] in place; return what this one finds."""
-        x = self.attention_norm(residual) if update is None else self.attention_norm.add(residual, update)
+    def __call__(self, residual: Tensor, rotation: Rotation | TabledRotation, batch: ForwardBatch) -> None:
+        """Add what this layer finds to `residual` [n, hidden], in place."""
         group = batch.attention[self.attention.cache.group]
-        attended = self.attention(self.qkv(x), rotation, batch.cache, group)
-        x = self.mlp_norm.add(residual, self.output(attended))
-        return self.down(self.activation(self.gate_up(x)))
+        qkv = self.qkv.normed(residual, self.attention_norm)
+        self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
+        self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint tensors of this layer, under `prefix`."""
@@ -114,7 +113,7 @@ class Llama:
     ) -> None:
         """`caches` says for each layer where its keys and values are; positions stay below `max_length`."""
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self.embedding = make_embedding(config.vocab_size, config.hidden_size, placement)
         self.rotary = make_rotary_embedding(config.rope, config.head_dim, max_length, placement)
         self.layers = [DecoderLayer(config, cache, placement) for cache in caches]
         self.norm = make_rms_norm(config.hidden_size, config.norm_eps, placement)
@@ -130,17 +129,19 @@ class Llama:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
-        return self.head(self.features(batch))
+        return self.head.normed(self._residual(batch), self.norm)
 
     def features(self, batch: ForwardBatch) -> Tensor:
         """What the head makes logits of, at the sampled tokens: [s, hidden_size]."""
+        return self.norm(self._residual(batch))
+
+    def _residual(self, batch: ForwardBatch) -> Tensor:
+        """What the layers leave at the sampled tokens: [s, hidden_size]."""
         rotation = self.rotary(batch.positions, batch.lengths)
-        residual, update = self.embedding(batch.token_ids), None
+        residual = self.embedding(batch.token_ids)
         for layer in self.layers:
-            update = layer(residual, update, rotation, batch)
-        if update is not None:
-            residual += update
-        return self.norm(residual.index_select(0, batch.sampled))
+            layer(residual, rotation, batch)
+        return residual if batch.sampled is None else residual.index_select(0, batch.sampled)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""

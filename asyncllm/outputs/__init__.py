@@ -1,1 +1,1 @@
-"""From tokens to meaning: detokenizer and stop matcher."""
+"""From tokens to meaning: detokenizer, stop matcher, constraints, tool calls, reasoning."""

@@ -24,6 +24,8 @@ class ReasoningFormat:
     end: str
     in_prompt: bool = False
     """Whether the opening tag stands in the prompt where nothing else is known."""
+    special_tokens: bool = False
+    """Whether its tags are special tokens: the text must be made with `skip_special_tokens=False`."""
 
 
 REASONING_FORMATS = {
@@ -31,8 +33,8 @@ REASONING_FORMATS = {
     for format in (
         ReasoningFormat("qwen3", "<think>", "</think>"),
         ReasoningFormat("deepseek_r1", "<think>", "</think>", in_prompt=True),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]", special_tokens=True),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", special_tokens=True),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
     )
 }
@@ -59,7 +61,7 @@ def guess_reasoning_format(chat_template: str) -> str | None:
     return "deepseek_r1" if opened > chat_template.rfind("</think>") else "qwen3"
 
 
-def reasoning_format(name: str) -> ReasoningFormat:
+def find_reasoning_format(name: str) -> ReasoningFormat:
     """The format of this name. Raises `InvalidParamsError`."""
     if name not in REASONING_FORMATS:
         raise InvalidParamsError(f"unknown reasoning format {name!r}; known are {', '.join(sorted(REASONING_FORMATS))}")
@@ -69,7 +71,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 def opens_in_prompt(name: str, prompt: str, continued: str = "") -> bool:
     """Whether a rendered prompt ends with the opening tag, so that the text begins inside the reasoning; or whether
     `continued`, the message that the text goes on with, has left one open. The end of the prompt is enough."""
-    format = reasoning_format(name)
+    format = find_reasoning_format(name)
     if continued:
         return continued.rfind(format.start) > continued.rfind(format.end)
     return prompt.rstrip().endswith(format.start)
@@ -78,7 +80,7 @@ def opens_in_prompt(name: str, prompt: str, continued: str = "") -> bool:
 def make_reasoning_parser(name: str, *, opened: bool | None = None) -> ReasoningParser:
     """A parser for one text. `opened`: whether the prompt has the opening tag, see `opens_in_prompt`; None: as the
     format's models mostly do."""
-    format = reasoning_format(name)
+    format = find_reasoning_format(name)
     return ReasoningParser(format, format.in_prompt if opened is None else opened)
 
 

@@ -175,3 +175,18 @@ def test_errors(server: Running, change: dict[str, object], error: type[openai.A
         openai_client.chat.completions.create(**{"model": "shadow", "messages": MESSAGES} | change)  # type: ignore[call-overload]
     assert isinstance(caught.value.body, dict)
     assert isinstance(caught.value.body["message"], str)
+
+
+def test_embeddings(tiny_server: Running) -> None:
+    with client(tiny_server) as openai_client:
+        decoded = openai_client.embeddings.create(model="tiny", input=["One", "Two"])  # base64 on the wire
+        plain = openai_client.embeddings.create(model="tiny", input="Two", encoding_format="float")
+        short = openai_client.embeddings.create(model="tiny", input="Two", dimensions=8)
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            openai_client.embeddings.create(model="tiny", input="Two", dimensions=1000)
+    assert [item.index for item in decoded.data] == [0, 1]
+    assert decoded.data[1].embedding == pytest.approx(plain.data[0].embedding)
+    assert len(plain.data[0].embedding) == 64
+    assert len(short.data[0].embedding) == 8
+    assert sum(value * value for value in short.data[0].embedding) == pytest.approx(1, abs=1e-5)
+    assert decoded.usage.prompt_tokens == decoded.usage.total_tokens > 0

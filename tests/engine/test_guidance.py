@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncllm import AsyncEngine, SamplingParams
-from asyncllm.engine.guide import Guide, Word
+from asyncllm.engine.guide import Guide, Guidelines, Word
 from asyncllm.engine.model import ModelLoader
 from asyncllm.engine.plan import Adjustment, RowSampling
 from asyncllm.errors import RequestFailed
@@ -218,12 +218,17 @@ async def test_a_failed_step_takes_its_late_rows_with_it() -> None:
 # --- the guide itself ---
 
 
+def guide_of(constraint: Constraint, min_tokens: int = 0) -> Guide:
+    sampling = replace(LATE, suppress_before=3 + min_tokens, suppressed=(2,)) if min_tokens else LATE
+    return Guide(Guidelines(constraint), prompt=[1, 1, 1], sampling=sampling, vocab_size=VOCAB_SIZE)
+
+
 def test_min_tokens_bans_an_end_unless_nothing_else_is_legal() -> None:
     constraint = Rounds(VOCAB_SIZE, [[2, 7], [2]])
-    guide = Guide(constraint, vocab_size=VOCAB_SIZE, min_tokens=4, stop_ids=frozenset({2}))
+    guide = guide_of(constraint, min_tokens=4)
     assert guide.advance(()).adjustment is not None
     assert guide.advance((7,)) == Word(None)
-    later = Guide(Rounds(VOCAB_SIZE, [[2, 7], [2]]), vocab_size=VOCAB_SIZE, min_tokens=1, stop_ids=frozenset({2}))
+    later = guide_of(Rounds(VOCAB_SIZE, [[2, 7], [2]]), min_tokens=1)
     assert later.advance((7, 2)).adjustment is not None
 
 
@@ -241,4 +246,4 @@ def test_a_mask_must_fit(mask: np.ndarray, message: str) -> None:
             return mask
 
     with pytest.raises(ValueError, match=message):
-        Guide(Odd(VOCAB_SIZE, [None]), vocab_size=VOCAB_SIZE).advance(())
+        guide_of(Odd(VOCAB_SIZE, [None])).advance(())

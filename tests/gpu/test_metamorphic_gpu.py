@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncEngine
+from tests.engine.execution.short_prefixes import share_short_prefixes
 from tests.test_metamorphic import (
     BASE,
     baseline,
@@ -24,6 +26,13 @@ __all__ = [
     "test_requests_of_the_table_exercise_what_they_claim",
     "test_variant_equals_baseline",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_prefixes_are_shared() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_short_prefixes(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,21 @@ async def test_answers_are_the_models(  # noqa: PLR0917
     assert len(found) == 48 * len(prompts)
     assert max(found) <= bound
     assert found.count(0.0) >= share * (len(found) - 2)  # where two logits are one, either may be the first
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"), [({"kv_cache_dtype": "fp8"}, 0.85), ({"deterministic": True}, 0.95)], ids=str
+)
+async def test_answers_of_other_settings(
+    settings: dict[str, Any], share: float, prompts: list[list[int]], reference: LlamaForCausalLM
+) -> None:
+    """How many of the greedy tokens are those that float32 would have chosen in their place."""
+    async with AsyncEngine(find_smollm2(), device="cuda", dtype="bfloat16", max_model_len=2048, **settings) as engine:
+        done = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in prompts))
+    found = [gap for prompt, each in zip(prompts, done, strict=True) for gap in gaps(reference, prompt, each.token_ids)]
+    agreed = found.count(0.0) / len(found)
+    print(f"{settings}: {agreed:.1%} of {len(found)} greedy tokens agree, the others lie up to {max(found):.2f} under")
+    assert agreed >= share
 
 
 def test_the_demo_uses_it_unasked(capsys: pytest.CaptureFixture[str]) -> None:

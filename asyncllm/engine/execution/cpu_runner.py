@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.engine.execution.cpu_embedder import TextFeatures
 from asyncllm.engine.execution.device_thread import Answer, DeviceThread
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
 from asyncllm.engine.execution.prompt_scores import PromptReader, extended
@@ -23,6 +24,7 @@ from asyncllm.engine.execution.step_batch import BatchBuilder, lay_out_tokens
 from asyncllm.engine.execution.step_outputs import lay_out_outputs
 from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
 from asyncllm.engine.plan import (
+    Float32Array,
     Int32Array,
     LateSamples,
     LateTokens,
@@ -45,10 +47,15 @@ class StepExecutor:
         """`processed_logprobs`: log-probabilities are those of what is drawn from, not of the model's own logits."""
         self._model = model
         self._processed = processed_logprobs
+        self._layout = layout
         self._cache = cache
         self._rows = rows
         self._builder = BatchBuilder(layout, cache, needs_lengths=model.rotary.length_dependent)
         self._broken_rows: set[int] = set()
+
+    def text_features(self, token_ids: Int32Array) -> TextFeatures:
+        """What computes the embedding of a text."""
+        return TextFeatures(self._model, self._layout, self._cache.dtype, token_ids)
 
     def execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
         """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
@@ -146,6 +153,15 @@ class CpuRunner:
         late: Answer[LateTokens] | None = None if plan.late is None else Answer()
         result = self._thread.submit(partial(_execute, self._executor, plan, late))
         return StepTicket(result, None if late is None else late.future)
+
+    async def embed(self, token_ids: Int32Array) -> Float32Array:
+        """See `Embeds.embed`."""
+        if self._executor is None:
+            raise RuntimeError("the runner is closed")
+        text = await self._thread.submit(partial(self._executor.text_features, token_ids))
+        while (features := await self._thread.submit(text.advance)) is None:
+            pass
+        return features
 
     async def aclose(self) -> None:
         """See `Runner.aclose`."""

@@ -21,7 +21,7 @@ from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.errors import InsufficientMemoryError, UnsupportedModelError
+from asyncllm.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
@@ -35,9 +35,10 @@ _BLOCK_SIZE = 64
 _BATCHED_TOKENS = 8192
 EDITS = 4096
 """Edits of block tables that a step describes in its own words; the few steps with more take longer to launch."""
+_LEAST_FP8_CAPABILITY = (8, 9)
 _FIRST_LENGTH = 32
 """Positions that the first run needs of a row."""
-_SPLIT_ATTENTION = 1 << 26
+_SPLIT_ATTENTION = 1 << 27
 """Bytes that hold what long sequences' attention leaves between its parts, and more."""
 
 
@@ -88,6 +89,7 @@ def _build(
     source: ModelSource, config: EngineConfig, model_config: ModelConfig, space: CudaSpace, thread: DeviceThread
 ) -> Loaded:
     dtype, device = _choose_dtype(config, model_config), space.device
+    cache_dtype = _choose_cache_dtype(config, dtype, device)
     make_model = find_architecture(source.config).model
     somewhere = [LayerCache(0, 0)] * model_config.num_layers
     meta = Placement(dtype, torch.device("meta"), kernels=True)
@@ -100,16 +102,17 @@ def _build(
             f"the weights take {megabytes(weights)} as {_name(dtype)} and a step about {megabytes(workspace)}, and "
             f"{megabytes(free)} are free on {device}"
         )
-    sizes = choose_sizes(config, model_config, dtype, free - weights - workspace)
+    sizes = choose_sizes(config, model_config, cache_dtype, free - weights - workspace)
     # no shorter than what the first run needs
     length = max(sizes.max_model_len, _FIRST_LENGTH)
     with space.entered():
-        model = make_model(model_config, sizes.layout.layers, length, Placement(dtype, device, kernels=True))
+        placement = Placement(dtype, device, kernels=True, deterministic=config.deterministic)
+        model = make_model(model_config, sizes.layout.layers, length, placement)
         if source.load_format == "dummy":
             fill_weights(model)
         else:
             load_weights(model, thread.interruptible(iterate_tensors(source)))
-        cache = _allocate_cache(sizes, dtype, device)
+        cache = _allocate_cache(sizes, cache_dtype, device)
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_sizes = RowSizes(
             rows=config.max_num_seqs,
@@ -121,7 +124,7 @@ def _build(
             dtype=dtype,
         )
         rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
-        program = StepProgram(model, sizes.layout, cache, rows, ring)
+        program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
         executor = CudaExecutor(space, program, rows, ring, cache)
     turn = _run_first(executor, first_plans(config.max_num_seqs, sizes.max_batched_tokens, length))
     memory = {"weights": model.weight_bytes(), "cache": cache.nbytes}
@@ -193,6 +196,16 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     name = config.dtype if config.dtype != "auto" else model.checkpoint_dtype
     dtype: torch.dtype = getattr(torch, name if name in ("float32", "float16") else "bfloat16")
     return dtype
+
+
+def _choose_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_FP8_CAPABILITY:
+        least, has = (".".join(map(str, each)) for each in (_LEAST_FP8_CAPABILITY, capability))
+        raise ConfigError(f'kv_cache_dtype="fp8" needs compute capability {least}, and {device} has {has}')
+    return torch.float8_e4m3fn
 
 
 def _with_defaults(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -16,7 +16,7 @@ from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
-from asyncllm.errors import InsufficientMemoryError
+from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
 from asyncllm.models.checkpoint import fill_weights, load_weights
@@ -38,9 +38,17 @@ async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner
     device = find_cuda_device(config.device)
     if device is not None:
         return await load_cuda_runner(source, config, device)
+    _check_supported(config)
     thread = DeviceThread("asyncllm-cpu")
     executor, facts = await thread.bring_up(partial(_load, source, config, thread))
     return CpuRunner(thread, executor), facts
+
+
+def _check_supported(config: EngineConfig) -> None:
+    """What only a GPU's kernels do is refused by name."""
+    for name, wanted in (("kv_cache_dtype", config.kv_cache_dtype == "fp8"), ("deterministic", config.deterministic)):
+        if wanted:
+            raise ConfigError(f"{name}={getattr(config, name)!r} needs a GPU, and this engine runs on the CPU")
 
 
 def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tuple[StepExecutor, ModelFacts]:

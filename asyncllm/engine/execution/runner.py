@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from asyncllm.engine.plan import CacheGroup, LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, Float32Array, Int32Array, LateTokens, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,16 @@ class Runner(Protocol):
 
     async def aclose(self) -> None:
         """Wait for all launched steps, then give back threads and memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """What a runner has beside that can tell the features of texts."""
+
+    async def embed(self, token_ids: Int32Array) -> Float32Array:
+        """The features [hidden] of the last of these tokens, of length 1, computed between steps. Called on the
+        engine's loop."""
         ...
 
 

@@ -21,8 +21,14 @@ from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.execution.told_logits import StepTold, tell_prompts
 from asyncllm.engine.plan import LateSamples
+from asyncllm.kernels.attention_plan import (
+    LEAST_SHARED,
+    AttentionPlan,
+    AttentionShape,
+    make_attention_plan,
+    plan_attention,
+)
 from asyncllm.kernels.late_logits import keep_logits
-from asyncllm.kernels.paged_attention import AttentionPlan, AttentionShape, make_attention_plan, plan_attention
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
 from asyncllm.kernels.token_scores import ScoreRing
@@ -66,7 +72,16 @@ class ByHand:
 class StepProgram:
     """Runs on the current stream. What it works on is allocated once, but for what passes between layers."""
 
-    def __init__(self, model: Llama, layout: CacheLayout, cache: Tensor, rows: DeviceRows, ring: StepRing) -> None:
+    def __init__(  # noqa: PLR0913 (what a step works on, made one after another)
+        self,
+        model: Llama,
+        layout: CacheLayout,
+        cache: Tensor,
+        rows: DeviceRows,
+        ring: StepRing,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self._model = model
         self._layout = layout
         self._cache = cache
@@ -75,7 +90,7 @@ class StepProgram:
         device, num_rows, max_tokens = cache.device, ring.layout.rows, ring.layout.tokens
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)  # the ring's line of the next step
         self._arrays = make_step_arrays(ring.layout, max_tokens, device)
-        self._plans = _attention_plans(model, layout, cache, max_tokens, num_rows)
+        self._plans = _attention_plans(model, layout, cache, ring, deterministic=deterministic)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._late_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
@@ -98,19 +113,23 @@ class StepProgram:
             last_tokens=rows.last_tokens,
             chunks=self.sampled(kind) if kind.chunks else 0,
         )
-        for plan in self._plans.values():
-            plan_attention(plan, arrays.sequences, tokens=kind.tokens)
+        for window, plan in self._plans.items():
+            # prefixes are shared where all layers of a plan look up the same table
+            users = [group for group, each in enumerate(self._layout.groups) if each.window == window]
+            table = rows.tables[users[0]] if len(users) == 1 else None
+            plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
         batch = self._batch(kind)
         if by_hand is None or by_hand.told is None or by_hand.reader is None:
             logits = self._model.forward(batch)
         else:
-            logits = self._forward_telling(batch, by_hand.told, by_hand.reader)
+            logits = self._forward_telling(batch, self.sampled(kind), by_hand.told, by_hand.reader)
         put_out_tokens(ring.tokens, self.turn, self._token_ids, self._sample(logits, kind, by_hand))
 
-    def _forward_telling(self, batch: ForwardBatch, told: StepTold, reader: PromptReader) -> Tensor:
+    def _forward_telling(self, batch: ForwardBatch, count: int, told: StepTold, reader: PromptReader) -> Tensor:
         """The logits of the step's samples; what there is to tell of prompts is read off those of other tokens."""
-        count, others = len(batch.sampled), told.on_device(reader.places, self._cache.device)
-        features = self._model.features(replace(batch, sampled=torch.cat((batch.sampled, others))))
+        others = told.on_device(reader.places, self._cache.device)
+        sampled = torch.cat((self._arrays.sampled[:count], others))
+        features = self._model.features(replace(batch, sampled=sampled))
         told.prompts = tell_prompts(reader.parts, features[count:], self._model.head)
         return self._model.head(features[:count])
 
@@ -187,7 +206,7 @@ class StepProgram:
             token_ids=arrays.token_ids[some],
             positions=positions,
             lengths=lengths,
-            sampled=arrays.sampled[: self.sampled(kind)],
+            sampled=self._sampled(kind),
             attention=tuple(
                 PagedBatch(positions, rows, arrays.num_tokens, table, self._plans[group.window], kind.chunks)
                 for group, table in groups
@@ -195,17 +214,28 @@ class StepProgram:
             cache=self._cache,
         )
 
+    def _sampled(self, kind: StepKind) -> Tensor | None:
+        count = self.sampled(kind)
+        # without chunks every token is a decoding row's, or fills the step up
+        return self._arrays.sampled[:count] if kind.chunks or count < kind.tokens else None
+
 
 def _attention_plans(
-    model: Llama, layout: CacheLayout, cache: Tensor, max_tokens: int, max_sequences: int
+    model: Llama, layout: CacheLayout, cache: Tensor, ring: StepRing, *, deterministic: bool
 ) -> dict[int | None, AttentionPlan]:
     """A plan for each window that a cache group has. They share what one layer's launch alone needs."""
     plans: dict[int | None, AttentionPlan] = {}
     for window in dict.fromkeys(group.window for group in layout.groups):
         shape = AttentionShape(model.config.num_heads, layout.num_kv_heads, layout.head_dim, layout.block_size, window)
-        plan = make_attention_plan(shape, cache.dtype, cache.device, max_tokens=max_tokens, max_sequences=max_sequences)
-        for first in plans.values():
-            plan = replace(plan, partial=first.partial, statistics=first.statistics, arrivals=first.arrivals)
-            break
-        plans[window] = plan
-    return plans
+        plans[window] = make_attention_plan(
+            shape,
+            cache.dtype,
+            cache.device,
+            max_tokens=ring.layout.tokens,
+            max_sequences=ring.layout.rows,
+            least_shared=LEAST_SHARED,
+            deterministic=deterministic,
+        )
+    largest = max(plans.values(), key=lambda plan: len(plan.partial))
+    shared = {name: getattr(largest, name) for name in ("partial", "statistics", "arrivals")}
+    return {window: replace(plan, **shared) for window, plan in plans.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncllm.engine.plan import TokenScores
+from asyncllm.engine.plan import Float32Array, TokenScores
 from asyncllm.results import FinishReason
 
 
@@ -19,6 +19,15 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptLogits:
+    """The logits that are kept for a late request, of the token after its first `position` ones."""
+
+    request: int
+    position: int
+    values: Float32Array  # [vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """The tokens of an applied step, surplus ones dropped: `token_ids[i]` is the next token of `requests[i]`."""
 
@@ -27,6 +36,7 @@ class StepTokens:
     token_ids: Sequence[int]
     scores: Sequence[tuple[int, TokenScores]] = ()  # (request, of its token) of those that ask
     prompts: Sequence[PromptScores] = ()
+    logits: Sequence[KeptLogits] = ()  # of those that read them
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from asyncllm.engine.scheduling.row_table import RowMap, RowTable, SteadyRows
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.engine.scheduling.step_draft import LaunchedStep
 from asyncllm.engine.scheduling.step_planner import StepPlanner
-from asyncllm.engine.scheduling.told_scores import told_late_scores, told_scores
+from asyncllm.engine.scheduling.told_scores import NO_SCORES, kept_logits, told_late_scores, told_scores
 from asyncllm.errors import ContextLengthError
 from asyncllm.results import FinishReason
 
@@ -220,7 +220,8 @@ class Scheduler:
         if not step.late_applied:
             raise ValueError(f"step {result.step} has late tokens, which come before its result")
         self._in_flight.popleft()
-        told = None if result.logprobs is None else told_scores(step, result.logprobs)
+        told = NO_SCORES if result.logprobs is None else told_scores(step, result.logprobs)
+        kept = () if result.logits is None else kept_logits(step, result.logits)
         if step.has_ended:
             live = [i for i, request in enumerate(row_map.requests) if request.phase is not Phase.ENDED]
             row_map = RowMap.of([row_map.requests[i] for i in live])
@@ -249,9 +250,7 @@ class Scheduler:
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
-        if told is not None:
-            return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts)
-        return StepTokens(step.step, row_map.ids, token_ids)
+        return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts, kept)
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:
         """End the requests whose new token is one of their own stop ids."""

@@ -1,12 +1,12 @@
-"""Whose log-probabilities are whose, in the result of a step."""
+"""Whose log-probabilities, and whose kept logits, are whose in the result of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncllm.engine.plan import StepLogprobs, TokenScores
-from asyncllm.engine.scheduling.reports import PromptScores
+from asyncllm.engine.plan import Float32Array, StepLogprobs, TokenScores
+from asyncllm.engine.scheduling.reports import KeptLogits, PromptScores
 from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.step_draft import LaunchedStep
 
@@ -17,6 +17,9 @@ class ToldScores:
 
     sampled: Sequence[tuple[int, TokenScores]]  # (request, of the token that it sampled)
     prompts: Sequence[PromptScores]
+
+
+NO_SCORES = ToldScores((), ())
 
 
 def told_scores(step: LaunchedStep, logprobs: StepLogprobs) -> ToldScores:
@@ -33,6 +36,21 @@ def told_scores(step: LaunchedStep, logprobs: StepLogprobs) -> ToldScores:
 def told_late_scores(step: LaunchedStep, logprobs: StepLogprobs) -> Sequence[tuple[int, TokenScores]]:
     """(request, of its late token) of live requests, before these tokens end any."""
     return _sampled([sample.request for sample in step.late], logprobs)
+
+
+def kept_logits(step: LaunchedStep, logits: Float32Array) -> Sequence[KeptLogits]:
+    """Those of live requests that read them."""
+    decoding = step.late[: step.late_decoding]
+    kept = [(sample.request, sample.end) for sample in decoding]
+    chunks = zip(step.chunks, step.chunk_requests, strict=True)
+    kept += [(request, chunk.start + len(chunk.token_ids)) for chunk, request in chunks if chunk.keeps]
+    kept += [(request, request.forked_at) for request in step.forks if request.late]
+    readers = [(request, position) for request, position in kept if request.spec.sampling.reads_logits]
+    return [
+        KeptLogits(request.id, position, values)
+        for (request, position), values in zip(readers, logits, strict=True)
+        if request.phase is not Phase.ENDED
+    ]
 
 
 def _sampled(requests: Sequence[Request], logprobs: StepLogprobs) -> Sequence[tuple[int, TokenScores]]:

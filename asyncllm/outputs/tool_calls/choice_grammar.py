@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.errors import InvalidParamsError
-from asyncllm.outputs.reasoning import reasoning_format
+from asyncllm.outputs.reasoning import find_reasoning_format
 from asyncllm.outputs.tool_calls import deepseek, hermes
 from asyncllm.outputs.tool_calls.definitions import ToolDefinition, Tools, read_tools
 from asyncllm.outputs.tool_calls.tool_parser import tool_format
@@ -82,7 +82,7 @@ def tool_choice_grammar(  # noqa: PLR0913  # the last two by keyword
     chosen = _chosen(read_tools(tools), choice)
     rules = ["start: answer"]
     if reasoning is not None:
-        tags = reasoning_format(reasoning)
+        tags = find_reasoning_format(reasoning)
         rules = [
             "start: thought answer" if opened else f"start: ({_text(tags.start)} thought)? answer",
             f"thought[suffix={_text(tags.end)}]: {_ANY}",

@@ -28,7 +28,7 @@ class ToolFormat:
     foreign: tuple[str, ...] = ()
     """But one that holds any of these is not: other formats use some of the same tags."""
     special_tokens: bool = False
-    """Whether its tags are special tokens, so that the text must be made with `skip_special_tokens=False`."""
+    """Whether its tags are special tokens in some models: the text must be made with `skip_special_tokens=False`."""
     make_id: Callable[[], str] = call_id
 
 
@@ -38,7 +38,7 @@ TOOL_FORMATS = {
         ToolFormat("deepseek", read_deepseek, ("<｜tool▁call▁begin｜>",), special_tokens=True),
         ToolFormat("mistral", read_mistral, ("[TOOL_CALLS]",), special_tokens=True, make_id=mistral_call_id),
         ToolFormat("qwen3_coder", read_qwen3_coder, ("<function=", "<parameter="), ("<seed:tool_call>",)),
-        ToolFormat("hermes", read_hermes, ("<tool_call>",), ("<arg_key>", "<seed:tool_call>")),
+        ToolFormat("hermes", read_hermes, ("<tool_call>",), ("<arg_key>", "<seed:tool_call>"), special_tokens=True),
         ToolFormat("pythonic", read_pythonic, ("[func_name",), special_tokens=True),
         ToolFormat("llama3_json", read_llama3_json, ('"name": function name, "parameters":',), special_tokens=True),
     )

@@ -49,6 +49,7 @@ from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.weights.source import resolve_source
 from asyncllm.weights.tensors import iterate_tensors
 from tests.engine.execution.plan_driver import GREEDY, Piece, PlanDriver, seeded
+from tests.engine.execution.short_prefixes import share_short_prefixes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, TOKENS, LENGTH, BLOCKS = 8, 24, 64, 64
@@ -162,6 +163,11 @@ class Twins:
         self.turn = (self.turn + 1) % 4
         return result
 
+    def shared_units(self) -> int:
+        """Of the last step, in the layers without a window."""
+        plan = self.executor._program._plans[None]
+        return int(plan.small_units[: int(plan.totals[0]), 15].sum())
+
     async def run(self, copies: Any = None, **parts: Any) -> list[int]:
         plan = self.driver.plan(**parts)
         if copies is not None:
@@ -224,7 +230,10 @@ if INTERPRETED:
     @pytest.fixture(
         params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in MODELS],
     )
-    async def twins(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Twins]:
+    async def twins(
+        request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[Twins]:
+        share_short_prefixes(monkeypatch)
         path = write_tiny_model(tmp_path, config={**SMALL, **MODELS[request.param]})
         config = {"max_model_len": LENGTH, "max_batched_tokens": TOKENS, "num_blocks": BLOCKS, "block_size": 8}
         async with await PlanDriver.load(path, device="cpu", dtype="float32", **config) as driver:
@@ -360,6 +369,22 @@ if INTERPRETED:
         pieces = [Piece(1, 12, [7, 8, 9, 10])]
         await twins.run(copies, joins=[RowJoin(1, 1, GREEDY, 16)], pieces=pieces, decode=[0], keep=[1])
         await twins.run(decode=[0, 1])
+
+    @pytest.mark.blocks_loop
+    async def test_common_prefixes_are_attended_once(twins: Twins) -> None:
+        prompt = np.random.default_rng(3).integers(3, 512, 38).tolist()
+        await twins.run(joins=[RowJoin(0, 0, GREEDY, 38)], pieces=[Piece(0, 0, prompt[:20], False)])
+        await twins.run(pieces=[Piece(0, 20, prompt[20:])])
+        for row, positions in ((1, 32), (2, 16)):
+            twins.driver.share(source=0, target=row, positions=positions)
+        pieces = [Piece(1, 32, [5, 6, 7]), Piece(2, 16, prompt[16:30])]
+        joins = [RowJoin(1, 1, GREEDY, 35), RowJoin(2, 2, seeded(4), 30)]
+        await twins.run(joins=joins, pieces=pieces, decode=[0], keep=[1, 2])
+        for decode in ([0, 1, 2], [2, 0, 1], [1, 2]):
+            await twins.run(decode=decode)
+            assert twins.shared_units() > 0
+        await twins.run(decode=[1])
+        assert twins.shared_units() == 0
 
     @pytest.mark.blocks_loop
     @pytest.mark.full

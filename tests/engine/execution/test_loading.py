@@ -162,3 +162,9 @@ async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.Mon
     if thread is not None:
         await asyncio.to_thread(thread.join, 10)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("setting", [{"kv_cache_dtype": "fp8"}, {"deterministic": True}], ids=str)
+async def test_a_gpus_settings_are_refused_on_the_cpu(folder: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*needs a GPU"):
+        await facts_of(folder, device="cpu", **setting)

@@ -1,0 +1,91 @@
+"""GuideMaker: from `SamplingParams` to the guides of a request's choices. Runs on worker threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from asyncllm.engine.guide import Guide, Guidelines
+from asyncllm.engine.model import Constrain, ServedModel
+from asyncllm.engine.plan import RowSampling
+from asyncllm.engine.row_sampling import BadWords
+from asyncllm.errors import InvalidParamsError
+from asyncllm.outputs.bad_words import BadSequences
+from asyncllm.outputs.constraint import Constraint
+from asyncllm.outputs.reasoning import find_reasoning_format, guess_reasoning_format, opens_in_prompt
+from asyncllm.outputs.repetition import DrySettings
+from asyncllm.outputs.thinking_budget import ThinkingBudget
+from asyncllm.params import SamplingParams
+
+_TAIL = 32
+"""So many last tokens of a prompt hold the tag that begins the reasoning, if one does."""
+
+
+class GuideMaker:
+    """For one model."""
+
+    def __init__(self, model: ServedModel, constrain: Constrain) -> None:
+        self._model = model
+        self._constrain = constrain
+        self._breakers = lru_cache(maxsize=16)(self._find_breakers)
+
+    def make(
+        self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int], sampling: RowSampling
+    ) -> Sequence[Guide | None]:
+        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`."""
+        constraint = self._constraint(params, prompt)
+        sequences = BadSequences(bad_words.sequences) if bad_words.sequences else None
+        dry = self._dry(params)
+        if constraint is None and sequences is None and dry is None and not params.has_hooks:
+            return [None] * params.n
+        jumps = params.logprobs is None and params.logprob_token_ids is None
+        copies = [None if constraint is None else constraint.copy() for _ in range(params.n - 1)]
+        return [
+            Guide(
+                Guidelines(own, sequences, dry, jumps=jumps, tells_tokens=params.has_hooks),
+                prompt=prompt,
+                sampling=sampling,
+                vocab_size=self._model.facts.vocab_size,
+            )
+            for own in (constraint, *copies)
+        ]
+
+    def _constraint(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+        constraint = self._constrain(params)
+        if params.thinking_token_budget is None:
+            return constraint
+        if constraint is not None:
+            raise InvalidParamsError("thinking_token_budget with structured_output: it leaves no place for reasoning")
+        return self._thinking(params.thinking_token_budget, prompt)
+
+    def _thinking(self, budget: int, prompt: Sequence[int]) -> ThinkingBudget:
+        tokenizer, template = self._model.tokenizer, self._model.chat_template
+        source = None if template is None else template.source
+        name = None if source is None else guess_reasoning_format(source)
+        if tokenizer is None or name is None:
+            raise InvalidParamsError("thinking_token_budget: this model's chat template knows of no reasoning")
+        format = find_reasoning_format(name)
+        start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in (format.start, format.end))
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        begun = opens_in_prompt(name, tail)
+        return ThinkingBudget(start, end, budget, self._model.facts.vocab_size, begun=begun)
+
+    def _dry(self, params: SamplingParams) -> DrySettings | None:
+        if params.dry_multiplier == 0:
+            return None
+        return DrySettings(
+            multiplier=params.dry_multiplier,
+            base=params.dry_base,
+            allowed_length=params.dry_allowed_length,
+            last_n=params.dry_penalty_last_n,
+            breakers=self._breakers(tuple(params.dry_sequence_breakers)),
+        )
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> frozenset[int]:
+        """The tokens that hold one of these texts; none where there is no tokenizer."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None or not texts:
+            return frozenset()
+        parts = [text.encode() for text in texts]
+        pieces: Mapping[int, bytes] = {i: tokenizer.token_bytes(i) for i in range(self._model.facts.vocab_size)}
+        return frozenset(i for i, piece in pieces.items() if any(part in piece for part in parts))

@@ -1,0 +1,195 @@
+"""HookDriver: calls the host's own functions about one late request, one after another.
+
+Async functions run in the event loop that the request was submitted in, with the context variables of that moment;
+plain ones on a thread of their own. While one is at work, its row waits, and no other. One that raises or takes too
+long ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from asyncllm.engine.plan import Adjustment, Float32Array, RowLogits, RowSampling
+from asyncllm.engine.row_logits import adjusted_logits
+from asyncllm.errors import HookFailed
+from asyncllm.params import LogitsProcessor, OnToken
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The functions of one request."""
+
+    processors: Sequence[LogitsProcessor]
+    on_token: OnToken | None
+
+
+@dataclass(frozen=True, slots=True)
+class HookedRequest:
+    """A choice of a request that has some."""
+
+    hooks: Hooks
+    sampling: RowSampling
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HookPlace:
+    """Where they run."""
+
+    loop: asyncio.AbstractEventLoop  # the request's
+    context: contextvars.Context  # likewise
+    executor: Executor
+    seconds: float  # that each call may take
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogits:
+    """Logits that a step has kept for a row, those that follow its first `position` tokens."""
+
+    position: int
+    values: Float32Array  # [vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """The guide's word, about what follows these tokens."""
+
+    token_ids: Sequence[int]
+    adjustment: Adjustment
+
+
+class HookDriver:
+    """Lives on the engine's loop, in a task of its own, from the first token to the last."""
+
+    def __init__(self, request: HookedRequest, place: HookPlace, bind: Callable[[Adjustment], object]) -> None:
+        self._hooks = request.hooks
+        self._sampling = request.sampling
+        self._place = place
+        self._prompt_tokens = request.prompt_tokens
+        self._bind = bind
+        self._events: asyncio.Queue[int | _Said | HostLogits | None] = asyncio.Queue()
+        self._said: _Said | None = None
+        self._logits: HostLogits | None = None
+
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """These tokens have come."""
+        for token_id in token_ids:
+            self._events.put_nowait(token_id)
+
+    def take_adjustment(self, token_ids: Sequence[int], adjustment: Adjustment) -> None:
+        """What the guide says of the token that follows these, prompt and output."""
+        self._events.put_nowait(_Said(token_ids, adjustment))
+
+    def take_logits(self, logits: HostLogits) -> None:
+        """A step has kept these; after a preemption it may be for the second time."""
+        self._events.put_nowait(logits)
+
+    def end(self) -> None:
+        """No more will come; what has come is still told."""
+        self._events.put_nowait(None)
+
+    async def drive(self) -> None:
+        """Until the end. Raises what a function raised, as `HookFailed`."""
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, int):
+                if self._hooks.on_token is not None:
+                    await self._call("on_token", self._hooks.on_token, event)
+            elif isinstance(event, _Said):
+                self._said = event
+            else:
+                self._logits = event
+            if self._said is not None:
+                await self._settle(self._said)
+
+    async def _settle(self, said: _Said) -> None:
+        """Bind what was said, once what it takes is there."""
+        if not self._hooks.processors:
+            self._said = None
+            self._bind(said.adjustment)
+        elif self._logits is not None and self._logits.position == len(said.token_ids):
+            self._said = None
+            self._bind(await self._processed(said, self._logits.values))
+
+    async def _processed(self, said: _Said, logits: Float32Array) -> Adjustment:
+        values = adjusted_logits(logits, self._sampling, said.token_ids, self._prompt_tokens, said.adjustment)
+        for processor in self._hooks.processors:
+            returned = await self._call("logits_processors", processor, list(said.token_ids), values)
+            if returned is not None:
+                values = _checked(returned, len(logits))
+        if np.isnan(values).any() or not (values > -np.inf).any():
+            raise HookFailed("logits_processors left no token: each logit is -inf, or one is not a number")
+        return replace(said.adjustment, mask=None, bias=RowLogits(values))
+
+    async def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._place.seconds) as limit:
+                return await self._result(function, *args)
+        except Exception as error:
+            if limit.expired():
+                raise HookFailed(f"{name}: {function!r:.80} took more than {self._place.seconds:g} seconds") from error
+            raise HookFailed.caused(f"{name}: {function!r:.80} failed", error) from error
+
+    async def _result(self, function: Callable[..., Any], *args: Any) -> Any:
+        place = self._place
+        if _is_async(function):
+            return await self._on_loop(partial(function, *args))
+        call = partial(place.context.copy().run, function, *args)
+        result = await asyncio.wrap_future(place.executor.submit(_without_exits, call))
+        return await self._on_loop(lambda: result) if inspect.isawaitable(result) else result
+
+    async def _on_loop(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of an awaitable that is made and awaited on the request's loop, in its context."""
+        place, done = self._place, Future[Any]()
+        done.set_running_or_notify_cancel()  # it is answered, whether anybody waits or not
+        tasks: list[asyncio.Task[None]] = []
+
+        async def run() -> None:
+            try:
+                done.set_result(await function())
+            except Exception as error:
+                done.set_exception(error)
+            except BaseException as error:  # cancelled, or the host is about to leave: nothing to raise on our thread
+                done.set_exception(RuntimeError(repr(error)))
+                raise
+
+        place.loop.call_soon_threadsafe(lambda: tasks.append(place.loop.create_task(run(), context=place.context)))
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):  # that loop is closed, and its tasks with it
+                place.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            raise
+
+
+def _without_exits(call: Callable[[], Any]) -> Any:
+    """A function that wants the interpreter to end does not end the engine's thread."""
+    try:
+        return call()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(repr(error)) from error
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _checked(returned: Any, vocab_size: int) -> Float32Array:
+    try:
+        values: Float32Array = np.array(returned, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise HookFailed.caused("logits_processors must return logits", error) from error
+    if values.shape != (vocab_size,):
+        raise HookFailed(f"logits_processors must return logits of shape ({vocab_size},), got {values.shape}")
+    return values

@@ -1,0 +1,92 @@
+"""What an output repeats: the penalty of DRY, and whether it goes round in circles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST_PENALTY = 1e30
+"""Where the power would be larger; it leaves no doubt either."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrySettings:
+    """The parameters of DRY, see `SamplingParams`."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    last_n: int | None  # None looks back to the beginning
+    breakers: Set[int]  # ids over which no sequence is followed
+
+
+def dry_penalties(tokens: Sequence[int] | NDArray[np.int32], settings: DrySettings) -> Mapping[int, float]:
+    """What is to be taken off the logit of each token that would repeat a sequence of prompt and output.
+
+    A token that followed an earlier occurrence of the last n tokens, n being the largest such number, would make the
+    repetition n + 1 long. It costs multiplier * base ** (n - allowed_length) where n is at least allowed_length. A
+    sequence ends at a breaker, and a breaker itself costs nothing. (Weidmann, "DRY: A modern repetition penalty that
+    reliably prevents looping", 2024.)
+    """
+    history = np.asarray(tokens, np.int64)
+    if settings.last_n is not None:
+        history = history[max(len(history) - settings.last_n, 0) :]
+    if len(history) < 2 or int(history[-1]) in settings.breakers:
+        return {}
+    last = len(history) - 1
+    places = np.flatnonzero(history[:last] == history[last])  # where the sequence may have ended before
+    longest: dict[int, int] = {}
+    length = 1
+    while len(places):
+        for token_id in np.unique(history[places + 1]).tolist():
+            longest[token_id] = length
+        before = last - length
+        if before < 0 or int(history[before]) in settings.breakers:
+            break
+        places = places[places >= length]
+        places = places[history[places - length] == history[before]]
+        length += 1
+    return {
+        token_id: _penalty(settings, count - settings.allowed_length)
+        for token_id, count in longest.items()
+        if count >= settings.allowed_length and token_id not in settings.breakers
+    }
+
+
+def _penalty(settings: DrySettings, power: int) -> float:
+    try:
+        return min(settings.multiplier * settings.base**power, LARGEST_PENALTY)
+    except OverflowError:
+        return LARGEST_PENALTY
+
+
+class LoopWatch:
+    """Looks whether an output ends with a pattern of `least` to `most` tokens that came `count` times in a row."""
+
+    __slots__ = ("_count", "_least", "_most", "_runs", "_tokens", "found")
+
+    def __init__(self, least: int, most: int, count: int) -> None:
+        self._least = least
+        self._most = most
+        self._count = count
+        self._tokens: list[int] = []
+        # runs[i]: how many tokens in a row are equal to those `least + i` before them
+        self._runs: NDArray[np.int64] = np.zeros(most - least + 1, np.int64)
+        self.found = False
+
+    def push(self, token_id: int) -> bool:
+        """Whether the output goes round in circles with this token."""
+        tokens = self._tokens
+        tokens.append(token_id)
+        if len(tokens) > 2 * self._most:  # so that it is rarely cut
+            del tokens[: len(tokens) - self._most - 1]
+        before = np.array(tokens[-self._most - 1 : -self._least], np.int64)[::-1]  # by how far back, `least` first
+        same = np.zeros(len(self._runs), np.bool_)
+        same[: len(before)] = before == token_id
+        self._runs = np.where(same, self._runs + 1, 0)
+        lengths = np.arange(self._least, self._most + 1)
+        self.found |= bool((self._runs >= lengths * (self._count - 1)).any())
+        return self.found

@@ -1,0 +1,88 @@
+"""ThinkingBudget: a constraint that ends a model's reasoning after so many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Self
+
+import numpy as np
+
+from asyncllm.outputs.constraint import Mask
+
+
+class _Stage(Enum):
+    BEFORE = auto()
+    INSIDE = auto()
+    AFTER = auto()
+
+
+class ThinkingBudget:
+    """Tokens are free until the reasoning has used up its budget; then those of its end are forced.
+
+    Reasoning begins with the tokens of its beginning (in the output, or at the end of the prompt), which do not count,
+    and is over with those of its end, or never begins.
+    """
+
+    def __init__(self, start: Sequence[int], end: Sequence[int], budget: int, vocab_size: int, *, begun: bool) -> None:
+        """`start` and `end`: the tokens between which a model reasons, at least one each; `begun`: the prompt has the
+        first of them."""
+        self._start = tuple(start)
+        self._end = tuple(end)
+        self._left = budget
+        self._vocab_size = vocab_size
+        self._stage = _Stage.INSIDE if begun else _Stage.BEFORE
+        self._tail: tuple[int, ...] = ()  # of the tokens, as many as the longer of the two
+        self._closing: tuple[int, ...] = ()  # still to be forced
+        self._settle()
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See `Constraint`."""
+        for token_id in token_ids:
+            self._accept(token_id)
+
+    def forced(self) -> tuple[int, ...]:
+        """See `Constraint`."""
+        return self._closing
+
+    def mask(self) -> Mask | None:
+        """See `Constraint`."""
+        if not self._closing:
+            return None
+        mask = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        mask[self._closing[0] // 32] = np.uint32(1 << self._closing[0] % 32)
+        return mask
+
+    @property
+    def finished(self) -> bool:
+        """See `Constraint`: it never ends a request."""
+        return False
+
+    def copy(self) -> Self:
+        """See `Constraint`."""
+        copy = type(self)(self._start, self._end, self._left, self._vocab_size, begun=False)
+        copy._stage, copy._tail, copy._closing = self._stage, self._tail, self._closing
+        return copy
+
+    def _accept(self, token_id: int) -> None:
+        if self._closing:
+            self._closing = self._closing[1:]
+            if not self._closing:
+                self._stage = _Stage.AFTER
+            return
+        most = max(len(self._start), len(self._end))
+        self._tail = (*self._tail, token_id)[-most:]
+        if self._stage is _Stage.BEFORE and self._ends_with(self._start):
+            self._stage, self._tail = _Stage.INSIDE, ()
+        elif self._stage is _Stage.INSIDE:
+            self._left -= 1
+            if self._ends_with(self._end):
+                self._stage = _Stage.AFTER
+        self._settle()
+
+    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
+        return self._tail[-len(tokens) :] == tokens
+
+    def _settle(self) -> None:
+        if self._stage is _Stage.INSIDE and self._left <= 0:
+            self._closing = self._end

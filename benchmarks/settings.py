@@ -1,0 +1,82 @@
+"""What a setting of the engine costs or gains on one GPU, beside the default in the same run.
+
+    python -m benchmarks.settings llama-3.1-8b [--only "fp8 cache"] [--workload long128]
+
+Writes `benchmarks/results/settings-MODEL.json`. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncllm import AsyncEngine
+from asyncllm.models.registry import read_model_config
+from asyncllm.weights.source import resolve_source
+from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measure_engine, table_row
+from benchmarks.child import FIRST
+from benchmarks.figures import Figures
+from benchmarks.gpu import ROOT, SETTINGS
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "deterministic": {"deterministic": True},
+}
+WORKLOADS = {
+    # as many rows of some 4,000 tokens as half of an H200's memory holds
+    "long128": Workload(
+        name="long128", requests=128, concurrency=128, prompt_tokens=(3800, 3800), output_tokens=(96, 96)
+    ),
+    "single": PROFILES["gpu"]["single"],
+    "decode128": PROFILES["gpu"]["decode128"],
+}
+
+
+async def measure(folder: Path, changes: dict[str, Any], workloads: list[Workload]) -> list[Figures]:
+    """A pass of each workload."""
+    vocab_size = read_model_config(resolve_source(str(folder), SETTINGS).config).vocab_size
+    figures = []
+    async with AsyncEngine(folder, config=SETTINGS.override(**changes)) as engine:
+        await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
+        for seed, workload in enumerate(workloads):
+            measurement = await measure_engine(engine, workload, make_requests(workload, vocab_size, seed=seed))
+            figures.append(Figures.of(measurement))
+            print(" | ".join(table_row(measurement)), flush=True)
+    return figures
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(path.name for path in (ROOT / "models").iterdir()))
+    parser.add_argument("--only", action="append", choices=CHANGES, help="beside the default")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS)
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    workloads = [WORKLOADS[name] for name in chosen.workload or WORKLOADS]
+    found = {}
+    for name, changes in CHANGES.items():
+        if name == "default" or not chosen.only or name in chosen.only:
+            print(f"\n{name}\n{' | '.join(COLUMNS)}")
+            figures = asyncio.run(measure(ROOT / "models" / chosen.model, changes, workloads))
+            found[name] = [asdict(each) for each in figures]
+    report = {
+        "command": " ".join(["python -m benchmarks.settings", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "settings": found,
+    }
+    path = chosen.output or ROOT / "results" / f"settings-{chosen.model}.json"
+    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

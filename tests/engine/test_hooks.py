@@ -1,0 +1,327 @@
+"""Functions of the host's that are called between two tokens, through the whole engine over the shadow device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.errors import HookFailed, InvalidParamsError
+from asyncllm.params import RepetitionDetection
+from asyncllm.testing.shadow_engine import ShadowModel
+from tests.engine.constraints import Rounds, constrained
+
+VOCAB_SIZE = 512
+RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+
+
+def only(token_id: int, logits: np.ndarray) -> None:
+    """Leave one token."""
+    kept = logits[token_id]
+    logits[:] = -np.inf
+    logits[token_id] = 0.0 if kept == -np.inf else kept
+
+
+def counting(token_ids: Sequence[int], logits: np.ndarray) -> None:
+    only((7 * len(token_ids)) % VOCAB_SIZE, logits)
+
+
+async def counting_slowly(token_ids: Sequence[int], logits: np.ndarray) -> None:
+    await asyncio.sleep(0)
+    counting(token_ids, logits)
+
+
+def counted(prompt: Sequence[int], length: int) -> list[int]:
+    return [(7 * n) % VOCAB_SIZE for n in range(len(prompt), len(prompt) + length)]
+
+
+def params(length: int = 12, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": length, **changes})
+
+
+async def check(shadow: ShadowModel, engine: AsyncEngine) -> None:
+    async with asyncio.timeout(5):
+        while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
+            await asyncio.sleep(0.001)
+    assert engine.statistics().rows_used == 0
+    assert shadow.runner is not None
+    assert not shadow.runner.faults
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("processor", [counting, counting_slowly, functools.partial(counting_slowly)], ids=str)
+async def test_a_processor_decides(processor: Callable[..., Any], run_ahead: int) -> None:
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, run_ahead=run_ahead, max_num_seqs=4) as engine:
+
+        async def one(n: int) -> None:
+            prompt, length = [n] * (n + 1), 5 + n
+            hooked = n % 2 == 0
+            done = await engine.generate(prompt, params(length, logits_processors=[processor] if hooked else []))
+            assert list(done.token_ids) == (counted(prompt, length) if hooked else shadow.expected(prompt, length))
+
+        await asyncio.gather(*(one(n) for n in range(10)))
+        await check(shadow, engine)
+
+
+@RUN_AHEAD
+async def test_preempted_rows_are_processed_again(run_ahead: int) -> None:
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, run_ahead=run_ahead, num_blocks=6) as engine:
+        done = await asyncio.gather(*(engine.generate([n], params(60, logits_processors=[counting])) for n in range(5)))
+        assert [list(each.token_ids) for each in done] == [counted([n], 60) for n in range(5)]
+        assert engine.statistics().preemptions > 0
+        await check(shadow, engine)
+
+
+async def test_processors_follow_each_other_and_see_what_is_banned() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def first(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        assert logits.dtype == np.float32
+        assert logits.shape == (VOCAB_SIZE,)
+        seen.append(tuple(np.flatnonzero(logits > -np.inf)))
+        return np.where(np.arange(VOCAB_SIZE) % 2 == 0, logits, -np.inf)
+
+    async def second(token_ids: Sequence[int], logits: np.ndarray) -> list[float]:
+        left = np.flatnonzero(logits > -np.inf)
+        assert (left % 2 == 0).all()
+        return [float(i == left[-1]) for i in range(VOCAB_SIZE)]
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow) as engine:
+        hooked = params(3, logits_processors=[first, second], allowed_token_ids=[4, 5, 6, 8, 9])
+        assert (await engine.generate([1], hooked)).token_ids == (8, 8, 8)
+        assert seen == [(4, 5, 6, 8, 9)] * 3
+
+
+async def test_where_hooks_run() -> None:
+    """Async ones on the request's loop with its context, which they share; plain ones elsewhere, with a copy."""
+    loop, main = asyncio.get_running_loop(), threading.current_thread()
+    names: list[str] = []
+
+    async def on_loop(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        assert asyncio.get_running_loop() is loop
+        names.append(NAME.get())
+        NAME.set(NAME.get() + "!")
+
+    def elsewhere(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        assert threading.current_thread() is not main
+        names.append(NAME.get())
+
+    async with AsyncEngine(ShadowModel()) as engine:
+        NAME.set("somebody")
+        stream = engine.stream([1], params(2, logits_processors=[elsewhere, on_loop]))
+        await stream.start()
+        NAME.set("another")
+        await stream.result()
+    assert names == ["somebody", "somebody", "somebody!", "somebody!"]
+    assert NAME.get() == "another"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_slow_hook_stalls_only_its_row(is_async: bool) -> None:
+    async def slow(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        await asyncio.sleep(0.4)
+
+    def plain(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        time.sleep(0.4)
+
+    shadow = ShadowModel(latency=0.002)
+    async with AsyncEngine(shadow) as engine:
+        hooked = asyncio.create_task(engine.generate([5], params(2, logits_processors=[slow if is_async else plain])))
+        await asyncio.sleep(0.05)
+        start = time.monotonic()
+        await engine.generate([1, 2], params(50))
+        assert time.monotonic() - start < 0.35
+        assert not hooked.done()
+        assert list((await hooked).token_ids) == shadow.expected([5], 2)
+        await check(shadow, engine)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError("no idea")
+
+
+async def fail_later(*_: Any) -> None:
+    await asyncio.sleep(0)
+    raise ZeroDivisionError("no idea")
+
+
+def leave(*_: Any) -> None:
+    raise SystemExit("no idea")
+
+
+def time_out(*_: Any) -> None:
+    raise TimeoutError("no idea")
+
+
+def not_a_number(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    return logits * np.nan
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "plain": (fail, "ZeroDivisionError.*no idea"),
+    "async": (fail_later, "ZeroDivisionError.*no idea"),
+    "exit": (leave, "SystemExit.*no idea"),
+    "own timeout": (time_out, "TimeoutError.*no idea"),
+    "shape": (lambda token_ids, logits: logits[:-1], "shape"),
+    "nothing left": (lambda token_ids, logits: logits.fill(-np.inf), "left no token"),
+    "not a number": (not_a_number, "left no token"),
+    "no array": (lambda token_ids, logits: "abc", "abc"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_failing_processor_ends_its_request_alone(fault: str) -> None:
+    processor, message = FAULTS[fault]
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow) as engine:
+        mate = asyncio.create_task(engine.generate([1, 2], params(40)))
+        with pytest.raises(HookFailed, match=message):
+            await engine.generate([5], params(logits_processors=[processor]))
+        assert list((await mate).token_ids) == shadow.expected([1, 2], 40)
+        await check(shadow, engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_hook_that_takes_too_long(is_async: bool) -> None:
+    cancelled = asyncio.Event()
+    release = threading.Event()
+
+    async def hang(*_: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, hook_timeout=0.05) as engine:
+        processor = hang if is_async else lambda *_: release.wait(60)
+        with pytest.raises(HookFailed, match=r"more than 0\.05 seconds"):
+            await engine.generate([5], params(logits_processors=[processor]))
+        if is_async:
+            await asyncio.wait_for(cancelled.wait(), 5)
+        await check(shadow, engine)
+    release.set()
+
+
+@RUN_AHEAD
+async def test_on_token_sees_every_token_before_the_next_one(run_ahead: int) -> None:
+    """Forced ones and the last one too."""
+    seen: list[int] = []
+    delivered: list[int] = []
+
+    async def on_token(token_id: int) -> None:
+        seen.append(token_id)
+        await asyncio.sleep(0.001)
+        assert len(seen) >= len(delivered) - 5  # five are forced at once
+
+    shadow = ShadowModel()
+    forcing = Rounds(VOCAB_SIZE, [None], forces={0: (9, 8), 4: tuple(range(70, 75))})
+    async with AsyncEngine(constrained(shadow, lambda params: forcing.copy()), run_ahead=run_ahead) as engine:
+        async for delta in engine.stream([5], params(14, on_token=on_token)):
+            delivered += delta.token_ids
+        await check(shadow, engine)
+    assert seen == delivered
+    assert len(seen) == 14
+
+
+async def test_on_token_that_raises_ends_its_request() -> None:
+    seen: list[int] = []
+
+    def on_token(token_id: int) -> None:
+        seen.append(token_id)
+        if len(seen) == 3:
+            raise ZeroDivisionError("enough")
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow) as engine:
+        with pytest.raises(HookFailed, match="enough"):
+            await engine.generate([5], params(30, on_token=on_token))
+        assert seen == shadow.expected([5], 3)
+        await check(shadow, engine)
+
+
+@pytest.mark.parametrize("way", ["abort", "drop", "close engine"])
+async def test_nothing_is_left_of_a_hook(way: str) -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hang(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow) as engine:
+        stream = engine.stream([5], params(logits_processors=[hang]), request_id="r")
+        await stream.start()
+        await asyncio.wait_for(begun.wait(), 5)
+        if way == "abort":
+            engine.abort("r")
+            assert (await stream.result()).finish_reason == "abort"
+        elif way == "drop":
+            del stream
+            gc.collect()
+        if way != "close engine":
+            await asyncio.wait_for(cancelled.wait(), 5)
+            await check(shadow, engine)
+    await asyncio.wait_for(cancelled.wait(), 5)
+    assert [task for task in asyncio.all_tasks() if "hang" in repr(task)] == []
+
+
+async def test_each_choice_is_processed() -> None:
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, max_num_seqs=2) as engine:
+        done = await engine.generate([5], params(9, n=3, logits_processors=[counting]))
+        assert [list(choice.token_ids) for choice in done.choices] == [counted([5], 9)] * 3
+        await check(shadow, engine)
+
+
+# --- what works through the same mechanism ---
+
+
+async def test_words_of_several_tokens_never_come(tokenizer: Any) -> None:
+    shadow = ShadowModel(tokenizer=tokenizer)
+    async with AsyncEngine(shadow) as engine:
+        free = await engine.generate([3, 4], params(40))
+        pairs = list(zip(free.token_ids, free.token_ids[1:], strict=False))
+        word = next(w for a, b in pairs if len(tokenizer.encode(w := tokenizer.decode([a, b]))) == 2)
+        banned = await engine.generate([3, 4], params(40, bad_words=[word]))
+        assert word in free.text
+        assert word not in banned.text
+        await check(shadow, engine)
+
+
+@RUN_AHEAD
+async def test_a_loop_is_ended(run_ahead: int) -> None:
+    """Of the tokens 1 2 3 1 2 3 …, the third round is the last."""
+    shadow = ShadowModel()
+    loop = Rounds(VOCAB_SIZE, [[40], [1], [2], [3], [1], [2], [3], [1], [2], [3], [1], [2], [3]])
+    load = constrained(shadow, lambda params: loop.copy())
+    detection = {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 3}
+    async with AsyncEngine(load, run_ahead=run_ahead) as engine:
+        done = await engine.generate([5], params(40, repetition_detection=RepetitionDetection(**detection)))
+        assert done.token_ids == (40, 1, 2, 3, 1, 2, 3, 1, 2, 3)
+        assert (done.finish_reason, done.stop_reason) == ("stop", "repetition")
+        await check(shadow, engine)
+
+
+async def test_a_budget_for_thinking_needs_a_model_that_thinks() -> None:
+    async with AsyncEngine(ShadowModel()) as engine:
+        with pytest.raises(InvalidParamsError, match="thinking_token_budget"):
+            await engine.generate([5], params(thinking_token_budget=5))
