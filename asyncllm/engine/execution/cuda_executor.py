@@ -21,7 +21,7 @@ from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
-from asyncllm.engine.plan import Int32Array, StepPlan, StepResult
+from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
 
 logger = logging.getLogger("asyncllm")
@@ -83,8 +83,15 @@ def read_result(plan: StepPlan, launched: Launched, ring: StepRing, turn: int) -
         plan.step,
         token_ids,
         None if launched.told is None else launched.told.read(token_ids),
-        None if launched.read is None else launched.read.numpy(),
+        None if launched.read is None else launched.read.numpy().copy(),
     )
+
+
+def read_late(plan: StepPlan, launched: Launched, ring: StepRing, turn: int) -> LateTokens:
+    """The late tokens of a step of which that much is complete."""
+    assert plan.late is not None
+    token_ids, told = ring.read_late(turn, len(plan.late.rows)), launched.late_told
+    return LateTokens(plan.step, token_ids, None if told is None else told.read(token_ids))
 
 
 class CudaExecutor:
@@ -105,6 +112,7 @@ class CudaExecutor:
         self._patience_left: dict[StepKind, int] = {}
         self._failures: dict[StepKind, int] = {}
         self._memory: MutableMapping[str, int] = {}
+        self._lasting_bytes = 0
         self._uncaptured: StepKind | None = None
         self._decode_rows: Int32Array | None = None  # whose use of the sampler is known
         self._decode_use = SamplerUse.PLAIN
@@ -117,10 +125,12 @@ class CudaExecutor:
     def serve(self, memory_bytes: MutableMapping[str, int]) -> None:
         """The first graphs are there: from now on, capture others only where they are worth it.
 
-        Keeps the entry "graphs" of `memory_bytes`: what is reserved beyond the sum of the other entries.
+        Keeps the entries "workspace" of `memory_bytes`, which grows with what requests ask for, and "graphs": what is
+        reserved beyond the sum of the other entries.
         """
         self._patience = PATIENCE
         self._memory = memory_bytes
+        self._lasting_bytes = self._space.lasting_bytes()
 
     def enqueue(self, plan: StepPlan, turn: int, after_late: Callable[[], object] | None = None) -> Launched:
         """Launch a step, which is the `turn`th of the ring. `after_late` is called once its late samples are launched,
@@ -270,10 +280,11 @@ class CudaExecutor:
 
     def _prepare(self, plan: StepPlan) -> tuple[Tensor, ...]:
         kept: tuple[Tensor, ...] = ()
-        with self._space.entered():
-            if plan.joins:
+        if plan.joins:
+            with self._space.lasting():
                 kept = self._rows.join(plan.joins)
-                self._forget_outgrown()
+            self._forget_outgrown()
+        with self._space.entered():
             kept += self._rows.adjustments.take_chunks(plan.chunks)
             if len(plan.copies):
                 pairs = host_words(plan.copies, self._cache.device)
@@ -282,10 +293,15 @@ class CudaExecutor:
         return kept
 
     def _forget_outgrown(self) -> None:
-        """Rare: a request has more suppressed ids, biases or named ids than any before."""
+        """Rare: a request asks for what none has before, or has more suppressed ids, biases or named ids."""
         before = self._settings, self._adjusted, self._requests
         now = self._rows.settings, self._rows.adjustments.rows, self._rows.scores.requests
         self._settings, self._adjusted, self._requests = now
+        if all(old is new for old, new in zip(before, now, strict=True)):
+            return
+        if self._memory:
+            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
+            self._memory["workspace"] += self._lasting_bytes - lasting
         if all(old is None or old is new for old, new in zip(before, now, strict=True)):
             return  # no graph can hold what was not there
         self._space.stream.synchronize()

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import is_device_fault
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, Launched, read_result
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, Launched, read_late, read_result
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import LateTokens, StepPlan, StepResult
 from asyncllm.errors import EngineDead
 
@@ -36,9 +33,9 @@ class Ticket:
         self.late_complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # of the late samples
         self.idle = threading.Event()
         self.idle.set()
-        # Pinned memory that its launches read. Dropped by the launching thread, which does not capture then: torch may
-        # record an event on the stream for it.
-        self.kept: Sequence[Tensor] = ()
+        # With pinned memory that its launches read and write. Dropped by the launching thread, which does not capture
+        # then: torch may record an event on the stream for it.
+        self.launched: Launched | None = None
 
 
 class CudaRunner:
@@ -63,9 +60,8 @@ class CudaRunner:
         ticket.idle.wait()
         try:
             stream = executor.stream
-            launched = executor.enqueue(plan, self._turn, lambda: ticket.late_complete.record(stream))
-            ticket.kept = launched.kept
-            ticket.complete.record(executor.stream)
+            ticket.launched = executor.enqueue(plan, self._turn, lambda: ticket.late_complete.record(stream))
+            ticket.complete.record(stream)
         except Exception as error:
             self._raise_fault(error)
             self._recover(executor)
@@ -73,8 +69,8 @@ class CudaRunner:
         ticket.idle.clear()
         late: asyncio.Future[LateTokens] | None = None
         if plan.late is not None:
-            late = self._waiter.submit(partial(self._complete_late, ticket, self._turn, plan, launched.late_told))
-        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan, launched))
+            late = self._waiter.submit(partial(self._complete_late, ticket, self._turn, plan))
+        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan))
         self._turn = (self._turn + 1) % STEPS
         executor.capture()
         return StepTicket(future, late)
@@ -84,27 +80,29 @@ class CudaRunner:
         executor, self._executor = self._executor, None
         await self._waiter.aclose()
         if executor is not None:
+            for ticket in self._tickets:
+                ticket.launched = None
             self._ring = None
             executor.close(faulty=self._fault is not None)
 
-    def _complete_late(self, ticket: Ticket, turn: int, plan: StepPlan, told: StepTold | None) -> LateTokens:
-        """On the waiting thread."""
+    def _complete_late(self, ticket: Ticket, turn: int, plan: StepPlan) -> LateTokens:
+        """On the waiting thread, and before the rest of the step."""
         assert self._ring is not None
-        assert plan.late is not None
+        assert ticket.launched is not None
         try:
             ticket.late_complete.synchronize()
-            token_ids = self._ring.read_late(turn, len(plan.late.rows))
-            return LateTokens(plan.step, token_ids, None if told is None else told.read(token_ids))
+            return read_late(plan, ticket.launched, self._ring, turn)
         except Exception as error:
             self._raise_fault(error)
             raise
 
-    def _complete(self, ticket: Ticket, turn: int, plan: StepPlan, launched: Launched) -> StepResult:
+    def _complete(self, ticket: Ticket, turn: int, plan: StepPlan) -> StepResult:
         """On the waiting thread."""
         assert self._ring is not None
+        assert ticket.launched is not None
         try:
             ticket.complete.synchronize()
-            return read_result(plan, launched, self._ring, turn)
+            return read_result(plan, ticket.launched, self._ring, turn)
         except Exception as error:
             self._raise_fault(error)
             raise

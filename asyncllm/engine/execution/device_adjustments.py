@@ -217,7 +217,7 @@ class DeviceAdjustments:
                 self._num_rows, self._vocabulary, self._device, biases=max(_BIASES, biases), seen=self._most_seen
             )
             stride = -(-self._vocabulary // 16) * 16
-            self.logits = torch.empty((self._num_rows, stride), dtype=torch.float32, device=self._device)
+            self.logits = torch.zeros((self._num_rows, stride), dtype=torch.float32, device=self._device)
             self.kept = self._like.new_zeros(self._num_rows, self._vocabulary)
         elif biases > self.rows.biased.shape[1]:
             room = self.rows.biased.shape[1]

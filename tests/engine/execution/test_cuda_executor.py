@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_result
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
 from asyncllm.engine.execution.cuda_loading import first_plans
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
@@ -68,8 +68,8 @@ def test_graph_sizes() -> None:
     assert set(first_graph_sizes(5000, chunks=True)) <= set(graph_sizes(5000))
 
 
-def run_interpreted(marks: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, __file__, "-p", "no:cacheprovider"]
+def run_interpreted(marks: str, file: str = __file__) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, file, "-p", "no:cacheprovider"]
     # as on a GPU, operations on infinities that a mask throws away again are no fault
     command += ["-W", "ignore::RuntimeWarning"]
     result = subprocess.run(
@@ -105,6 +105,11 @@ class HostSpace:
     def entered(self) -> Iterator[None]:
         with torch.inference_mode():
             yield
+
+    lasting = entered
+
+    def close(self) -> None:
+        pass
 
     @contextmanager
     def capture(self) -> Iterator[Any]:
@@ -157,9 +162,7 @@ class Twins:
         result = read_result(plan, launched, self.ring, self.turn)
         self.late: LateTokens | None = None
         if plan.late is not None:
-            tokens = self.ring.read_late(self.turn, len(plan.late.rows))
-            told = launched.late_told
-            self.late = LateTokens(plan.step, tokens, None if told is None else told.read(tokens))
+            self.late = read_late(plan, launched, self.ring, self.turn)
         self.turn = (self.turn + 1) % 4
         return result
 
