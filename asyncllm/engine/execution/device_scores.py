@@ -25,8 +25,8 @@ from asyncllm.kernels.token_scores import (
     score_named,
 )
 
-_NAMED = 16
-"""Named ids that a row has room for at first."""
+_NAMED = 15
+"""Named ids that a row has room for at first. With the drawn token's, a multiple of 16 bytes: see `StepProgram`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class DeviceScores:
         before = self.requests
         if before is not None and named <= before.named.shape[1]:
             return
-        room = max(_NAMED, 2 * named)
+        room = max(_NAMED, 2 * named | 3)
         self.requests = ScoreRequests(
             tops=torch.zeros(self._num_rows, dtype=torch.int32, device=self._device),
             num_named=torch.zeros(self._num_rows, dtype=torch.int32, device=self._device),

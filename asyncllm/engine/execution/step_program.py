@@ -183,8 +183,9 @@ class StepProgram:
                 ring.named_scores[:, first:],
                 ring.named_ranks[:, first:],
             )
-        others = replace(forks.sampled, token_ids=self._token_ids[first:])
-        self._sampler.sample(forked, others, kind.use, Told(self.turn, ring))
+        # through a buffer that begins where all do: a kernel is compiled anew for a pointer of another alignment
+        self._sampler.sample(forked, replace(forks.sampled, token_ids=self._late_ids), kind.use, Told(self.turn, ring))
+        self._token_ids[first : first + len(forked)].copy_(self._late_ids[: len(forked)])
         return forks.total
 
     def _fork(self, logits: Tensor, forks: ForkRows) -> Tensor | None:

@@ -276,18 +276,16 @@ if INTERPRETED:
         pieces = [Piece(6, 0, prompts[1]), Piece(1, 0, prompts[2][:5], False), Piece(4, 0, [9, 10])]
         await twins.run(joins=joins, pieces=pieces, decode=[2])
         tokens = await twins.run(pieces=[Piece(1, 5, prompts[2][5:])], decode=[2, 6, 4])
-        for _ in range(2):
-            tokens = await twins.run(decode=[2, 6, 4, 1])
+        tokens = await twins.run(decode=[2, 6, 4, 1])
         known = [*prompts[1], *tokens[1:2]]
         narrow = replace(seeded(8), allowed=(40, 41, 500), temperature=3.0)
         await twins.run(joins=[RowJoin(0, 4, narrow, 1)], pieces=[Piece(0, 0, [5])], decode=[6, 1])
         resumed = RowJoin(4, 5, repeated, 12, np.array(known, np.int32))
         assert (await twins.run(joins=[resumed], pieces=[Piece(4, 0, known)], decode=[0]))[0] in (40, 41, 500)
-        await twins.run(decode=[4, 0, 6])
         await twins.run(joins=[RowJoin(6, 6, GREEDY, 3)], pieces=[Piece(6, 0, [3, 4, 5])])
         assert adjustments.use([6, 2]) == SamplerUse.PLAIN
         assert adjustments.use([6, 2, 4]) == SamplerUse.ADJUSTED
-        await twins.run(decode=[6, 2, 4])
+        await twins.run(decode=[6, 4])
 
     @pytest.mark.blocks_loop
     async def test_log_probabilities(twins: Twins) -> None:
@@ -344,6 +342,7 @@ if INTERPRETED:
         await twins.run_plan(late_plan(twins.driver.plan(decode=[0, 2]), [2], 1))
 
     @pytest.mark.blocks_loop
+    @pytest.mark.full
     async def test_further_choices(twins: Twins) -> None:
         prompt = np.random.default_rng(6).integers(3, 512, 16).tolist()
         settings = [replace(seeded(3, choice=i), logprobs=LogprobsRequest(1)) for i in range(3)]
