@@ -16,8 +16,9 @@ from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_si
 from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.runner import ModelFacts, Runner
-from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
+from asyncllm.engine.execution.sizes import choose_sizes, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
@@ -112,7 +113,7 @@ def _build(
             fill_weights(model)
         else:
             load_weights(model, thread.interruptible(iterate_tensors(source)))
-        cache = _allocate_cache(sizes, cache_dtype, device)
+        cache = allocate_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_sizes = RowSizes(
             rows=config.max_num_seqs,
@@ -121,6 +122,7 @@ def _build(
             vocabulary=model_config.vocab_size,
             max_length=sizes.max_model_len,
             steps=STEPS,
+            dtype=dtype,
         )
         rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
         program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
@@ -157,14 +159,19 @@ def first_plans(num_rows: int, max_tokens: int, length: int) -> list[StepPlan]:
         counts = [min(longest, size - start) for start in range(0, size, longest)]
         plans.append(_plan(counts, 0))
     plans += [_plan([], size) for size in first_graph_sizes(min(num_rows, max_tokens), chunks=False)]
-    return plans
+    # last, so that nothing is left of the filters: graphs of steps without any are made when they are first worth it
+    plain = RowSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    return [*plans, _plan([], 1, plain)]
 
 
-def _plan(counts: list[int], decoding: int) -> StepPlan:
+_FILTERED = RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)
+
+
+def _plan(counts: list[int], decoding: int, sampling: RowSampling = _FILTERED) -> StepPlan:
     none = np.zeros(0, np.int32)
     return StepPlan(
         step=0,
-        joins=(RowJoin(0, 0, RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)),),
+        joins=(RowJoin(0, 0, sampling),),
         tables=TableEdits(none, none, none, none),
         copies=np.zeros((0, 2), np.int32),
         chunks=tuple(Chunk(row, 0, np.zeros(count, np.int32), samples=True) for row, count in enumerate(counts)),
@@ -232,12 +239,11 @@ def _make_library_workspace(space: CudaSpace) -> None:
         torch.addmm(x[0], torch.mm(x, x), x)
 
 
-def _allocate_cache(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_cache(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros: what is never written is read
     by masked products, and must be finite.
     """
-    layout = sizes.layout
-    shape = (layout.layers_per_group, 2, sizes.num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    shape = (layout.layers_per_group, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
