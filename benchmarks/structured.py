@@ -430,14 +430,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5, help="random outputs of each schema")
     parser.add_argument("--model", action="store_true", help="SmolLM2 fills in the application schemas")
     parser.add_argument("--model-schemas", type=int, choices=(10, 50, 200), help="only so many of them")
-    parser.add_argument("--only-throughput", action="store_true", help="measure again only what a batch loses")
+    parser.add_argument("--only", choices=("throughput", "model"), help="measure only this again")
     parser.add_argument("--passes", type=int, default=5, help="of the batch")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.load(resolve_source(find_smollm2(), EngineConfig()).tokenizer)
-    if arguments.only_throughput:
+    if arguments.only:
         found = json.loads(arguments.output.read_text(encoding="utf-8"))
-        found["throughput"] = asyncio.run(measure_throughput(tokenizer, 0.005, arguments.passes))
+        if arguments.only == "model":
+            found["model"] = asyncio.run(measure_model(arguments.model_schemas, 300))
+        else:
+            found["throughput"] = asyncio.run(measure_throughput(tokenizer, 0.005, arguments.passes))
         return write_results(found, arguments.output)
     tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     found = {"llguidance": version("llguidance"), "jsonschema": version("jsonschema")}
