@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from asyncllm import AsyncEngine
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
@@ -47,6 +47,8 @@ def test_langchain(tiny: Running) -> None:
 
 
 class River(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # else a random model goes on with fields of its own
+
     long: bool
 
 
