@@ -158,7 +158,9 @@ class Preparation:
         detokenizer = None
         if tokenizer is not None and params.detokenize:
             detokenizer = tokenizer.detokenizer(
-                skip_special_tokens=params.skip_special_tokens, prompt_ids=token_ids.tolist()
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_ids=token_ids.tolist(),
             )
         if choice or guide is not None:
             told = None if choice else sampling.prompt_logprobs  # the prompt is that of the first choice

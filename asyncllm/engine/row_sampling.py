@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import LogprobsRequest, RowSampling
@@ -25,21 +24,6 @@ DEFAULTS: Mapping[str, float | int] = {
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
 }
-
-NOT_YET: Mapping[str, Any] = {
-    "spaces_between_special_tokens": True,
-}
-"""Parameters that nothing acts on yet, and the only value that they may have."""
-
-NOT_YET_ON_A_GPU: Mapping[str, Any] = {
-    "n": 1,
-    "dry_multiplier": 0.0,
-    "thinking_token_budget": None,
-    "logits_processors": (),
-    "on_token": None,
-    "structured_output": None,
-}
-"""The same for a model that runs there."""
 
 WordIds = tuple[int, ...]
 """The tokens of a text that may not be generated."""
@@ -60,11 +44,9 @@ class SamplingResolver:
         self._model = model
         self._vocabulary = model.facts.vocab_size
         self._defaults = {**DEFAULTS, **model.sampling_defaults}
-        self._on_a_gpu = model.facts.device.startswith("cuda")
 
     def check(self, params: SamplingParams) -> None:
         """Raise `InvalidParamsError` for what this model cannot do."""
-        self._check_supported(params)
         size = self._vocabulary
         named = {
             "stop_token_ids": params.stop_token_ids,
@@ -82,13 +64,6 @@ class SamplingResolver:
                 if getattr(params, name):
                     what = "stop strings" if name == "stop" else name
                     raise InvalidParamsError(f"{what} need a tokenizer, which this model does not have")
-
-    def _check_supported(self, params: SamplingParams) -> None:
-        missing = {**NOT_YET, **NOT_YET_ON_A_GPU} if self._on_a_gpu else NOT_YET
-        for name, neutral in missing.items():
-            value = getattr(params, name)
-            if value != neutral and value is not None:
-                raise InvalidParamsError(f"{name} is not supported yet{' on a GPU' if name not in NOT_YET else ''}")
 
     def resolve(
         self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int], bad_words: BadWords

@@ -17,7 +17,7 @@ from asyncllm.inputs.token_tables import build_token_table, vocabulary_size
 from asyncllm.inputs.tokenizer_folder import holds_tokenizer, read_tokenizer_folder
 from asyncllm.inputs.tokenizer_gguf import read_tokenizer_gguf
 from asyncllm.inputs.tokenizer_parts import TokenizerParts
-from asyncllm.outputs.detokenizer import Detokenizer, TextStream, WindowDetokenizer
+from asyncllm.outputs.detokenizer import CompactSpecials, Detokenizer, TextStream, WindowDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,22 @@ class Tokenizer:
             return self.table.token_bytes(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> TextStream:
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+    ) -> TextStream:
         """A fresh incremental decoder for one stream of output ids that follow `prompt_ids`."""
+        stream: TextStream
         if self.table is not None:
-            return Detokenizer(self.table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
-        return WindowDetokenizer(self._decode, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+            stream = Detokenizer(self.table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+        else:
+            stream = WindowDetokenizer(self._decode, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return stream
+        return CompactSpecials(stream, self.special_ids)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         # Not the backend's `decode`: it keeps the interpreter lock.

@@ -35,9 +35,9 @@ FIELDS = (
     "unused",
 )
 """Of a record, which is what a row is told when a request takes it; the first twelve are also what the device keeps."""
-ADJUSTS, FILTERS, MASKS, COUNTS = 1, 2, 4, 8
-"""Duties: any of these has the row's logits spread out. `FILTERS`: see `rare_filters`. The others say what to look
-at."""
+ADJUSTS, FILTERS, MASKS, COUNTS, LATE = 1, 2, 4, 8, 16
+"""Duties: any of these has the row's logits spread out. `FILTERS`: see `rare_filters`; `LATE`: see `late_logits`. The
+others say what to look at."""
 
 _BLOCK = 1024
 _SPREAD = 4096
@@ -171,6 +171,7 @@ def _spread_kernel(
     ADJUSTED_STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr,
     MASK_WORDS: tl.constexpr,
+    SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
@@ -178,7 +179,7 @@ def _spread_kernel(
         return
     row = tl.load(rows + index)
     duty = tl.load(duties + row)
-    if duty == 0:
+    if (duty == 0) | ((duty & SKIP) != 0):
         return
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < VOCABULARY
@@ -212,6 +213,7 @@ def _scatter_kernel(
     MOST_SUPPRESSED: tl.constexpr,
     MOST_BIASES: tl.constexpr,
     MOST_SEEN: tl.constexpr,
+    SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
@@ -219,7 +221,7 @@ def _scatter_kernel(
         return
     row = tl.load(rows + index)
     duty = tl.load(duties + row)
-    if duty == 0:
+    if (duty == 0) | ((duty & SKIP) != 0):
         return
     target = adjusted + index.to(tl.int64) * ADJUSTED_STRIDE
     lanes = tl.arange(0, BLOCK)
@@ -265,6 +267,7 @@ def adjust_logits(
     positions: torch.Tensor,
     num_rows: torch.Tensor,
     vocabulary: int,
+    skip: int = 0,
 ) -> None:
     """Write the adjusted logits of rows with a duty to adjusted [n, at least vocabulary] float32; the rest as
     `sample`."""
@@ -283,6 +286,7 @@ def adjust_logits(
         ADJUSTED_STRIDE=adjusted.stride(0),
         VOCABULARY=vocabulary,
         MASK_WORDS=adjustments.masks.shape[1],
+        SKIP=skip,
         BLOCK=_SPREAD,
         num_warps=8,
     )
@@ -308,6 +312,7 @@ def adjust_logits(
         MOST_SUPPRESSED=settings.suppressed.shape[1],
         MOST_BIASES=adjustments.biased.shape[1],
         MOST_SEEN=adjustments.seen.shape[1],
+        SKIP=skip,
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -323,12 +328,13 @@ def adjust_logits_reference(
     positions: torch.Tensor,
     num_rows: torch.Tensor,
     vocabulary: int,
+    skip: int = 0,
 ) -> None:
     """`adjust_logits` in plain torch, row by row."""
     for i in range(int(num_rows)):
         row = int(rows[i])
         duty = int(adjustments.integers("duties")[row])
-        if not duty:
+        if not duty or duty & skip:
             continue
         x = logits[i, :vocabulary].float().clone()
         if duty & MASKS:
@@ -361,6 +367,7 @@ def _token_count_kernel(
     seen: tl.tensor,
     seen_counts: tl.tensor,
     MOST_SEEN: tl.constexpr,
+    SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
@@ -368,7 +375,8 @@ def _token_count_kernel(
         return
     row = tl.load(rows + index)
     position = tl.load(positions + index)
-    if ((tl.load(duties + row) & 8) == 0) | (position < tl.load(counted + row)):
+    duty = tl.load(duties + row)
+    if ((duty & 8) == 0) | ((duty & SKIP) != 0) | (position < tl.load(counted + row)):
         return
     token = tl.load(token_ids + index)
     count = tl.load(num_seen + row)
@@ -396,9 +404,10 @@ def count_tokens(
     rows: torch.Tensor,
     positions: torch.Tensor,
     num_rows: torch.Tensor,
+    skip: int = 0,
 ) -> None:
     """The first num_rows [1] rows [n] have token_ids [n] int32 in their output, at these positions [n]. A position that
-    a row has counted is not counted again. A row is there once at most."""
+    a row has counted is not counted again. A row is there once at most. Rows with a duty among `skip` are left out."""
     if len(token_ids):
         _token_count_kernel[(len(token_ids),)](
             token_ids,
@@ -411,6 +420,7 @@ def count_tokens(
             adjustments.seen,
             adjustments.seen_counts,
             MOST_SEEN=adjustments.seen.shape[1],
+            SKIP=skip,
             BLOCK=_BLOCK,
             num_warps=4,
         )
@@ -423,12 +433,13 @@ def count_tokens_reference(
     rows: torch.Tensor,
     positions: torch.Tensor,
     num_rows: torch.Tensor,
+    skip: int = 0,
 ) -> None:
     """`count_tokens` in plain torch."""
     duties, num_seen, counted = (adjustments.integers(name) for name in ("duties", "num_seen", "counted"))
     for i in range(int(num_rows)):
         row, token_id, position = int(rows[i]), int(token_ids[i]), int(positions[i])
-        if not int(duties[row]) & COUNTS or position < int(counted[row]):
+        if not int(duties[row]) & COUNTS or int(duties[row]) & skip or position < int(counted[row]):
             continue
         count = int(num_seen[row])
         known = adjustments.seen[row, :count].tolist()

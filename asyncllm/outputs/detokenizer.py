@@ -169,6 +169,34 @@ class Detokenizer:
         return text[count:]
 
 
+class CompactSpecials:
+    """A stream in which a special token that follows another is shown without the space before it."""
+
+    __slots__ = ("_after_special", "_special_ids", "_stream", "held")
+
+    def __init__(self, stream: TextStream, special_ids: frozenset[int]) -> None:
+        self._stream = stream
+        self._special_ids = special_ids
+        self._after_special = False
+        self.held = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids add for good."""
+        shown = []
+        for token_id in ids:
+            text = self._stream.push((token_id,))
+            is_special = token_id in self._special_ids
+            shown.append(text.removeprefix(" ") if is_special and self._after_special else text)
+            self._after_special = is_special
+        self.held = self._stream.held
+        return "".join(shown)
+
+    def flush(self) -> str:
+        """What is left at the end of the stream."""
+        self.held = ""
+        return self._stream.flush()
+
+
 class WindowDetokenizer:
     """Decodes one stream through the tokenizer's own `decode` over the last ids.
 

@@ -11,7 +11,7 @@ from asyncllm import SamplingParams
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import CacheGroup, LogprobsRequest
-from asyncllm.engine.row_sampling import NOT_YET, BadWords, SamplingResolver
+from asyncllm.engine.row_sampling import BadWords, SamplingResolver
 from asyncllm.errors import InvalidParamsError
 from asyncllm.inputs.tokenizer import Tokenizer
 
@@ -88,24 +88,6 @@ def test_log_probabilities() -> None:
 def test_g15_what_the_model_does_not_have_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidParamsError, match=next(iter(fields))):
         resolver().check(SamplingParams(**fields))
-
-
-OTHER_VALUES: dict[str, Any] = {
-    "n": 2,
-    "dry_multiplier": 1.0,
-    "spaces_between_special_tokens": False,
-    "thinking_token_budget": 3,
-    "repetition_detection": None,
-    "structured_output": object(),
-    "logits_processors": [print],
-    "on_token": print,
-}
-
-
-@pytest.mark.parametrize("name", [name for name in NOT_YET if OTHER_VALUES[name] is not None])
-def test_what_nothing_acts_on_is_refused(name: str) -> None:
-    with pytest.raises(InvalidParamsError, match=f"{name} is not supported yet"):
-        resolver().check(SamplingParams(**{name: OTHER_VALUES[name]}))
 
 
 def test_bad_words_in_both_spellings() -> None:

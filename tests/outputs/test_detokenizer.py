@@ -239,3 +239,21 @@ def test_the_window_holds_back_what_may_be_half_a_character() -> None:
     assert deltas(stream, [0xC3, 0xA9, 0xFF, 98, 0xF0]) == ["", "é", "", "�b", "", "�"]
     endless = WindowDetokenizer(decode)
     assert "".join(endless.push([0xFF]) for _ in range(100)) != ""
+
+
+def test_special_tokens_without_spaces_between_them() -> None:
+    tokenizer = build(toys.wordpiece)
+    ids = [id_of(tokenizer, token) for token in ("the", "[CLS]", "[SEP]", "[SEP]", "a", "[CLS]", "##a")]
+    spaced = tokenizer.detokenizer(skip_special_tokens=False)
+    assert "".join(deltas(spaced, ids)) == "the [CLS] [SEP] [SEP] a [CLS]a"
+    compact = tokenizer.detokenizer(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert "".join(deltas(compact, ids)) == "the [CLS][SEP][SEP] a [CLS]a"
+    skipped = tokenizer.detokenizer(spaces_between_special_tokens=False)
+    assert "".join(deltas(skipped, ids)) == "the aa"
+
+
+def test_bytes_are_held_back_between_compact_special_tokens() -> None:
+    tokenizer = build(toys.byte_level)
+    ids = [id_of(tokenizer, "<s>"), id_of(tokenizer, "</s>"), *tokenizer.encode("é"), id_of(tokenizer, "<s>")]
+    stream = tokenizer.detokenizer(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert "".join(deltas(stream, ids)) == "<s></s>é<s>"

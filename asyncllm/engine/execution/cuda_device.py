@@ -58,7 +58,9 @@ class CudaSpace:
     """A stream, and memory that is used on this stream only.
 
     So what is allocated within may be taken again at once when it is dropped, by a captured graph too: launches follow
-    one another on the stream. Memory goes back to the device in `close`, and not to torch's cache.
+    one another on the stream. But a captured graph goes on using what its launches took and dropped: what is to keep
+    its contents while graphs run must be there before the first of them, or be `lasting`. Memory goes back to the
+    device in `close`, and not to torch's cache.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,6 +73,7 @@ class CudaSpace:
                 self._stream_handle, device=device
             )
             self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+            self._lasting: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -80,6 +83,17 @@ class CudaSpace:
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
             torch.cuda.use_mem_pool(self._pool, self.device),
+        ):
+            yield
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """The same, but what is allocated is taken from memory that no graph has ever used."""
+        assert self._lasting is not None
+        with (
+            torch.inference_mode(),
+            torch.cuda.stream(self.stream),
+            torch.cuda.use_mem_pool(self._lasting, self.device),
         ):
             yield
 
@@ -99,23 +113,32 @@ class CudaSpace:
 
     def reserved_bytes(self) -> int:
         """Memory taken from the device, whether in use or not."""
-        assert self._pool is not None
-        segments = torch.cuda.memory_snapshot(self._pool.id)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return sum(segment["total_size"] for segment in segments)
+        return _reserved(self._pool) + self.lasting_bytes()
+
+    def lasting_bytes(self) -> int:
+        """Those of it that are lasting."""
+        return _reserved(self._lasting)
 
     def close(self) -> None:
         """Give everything back; nothing allocated here may be in use any more. Idempotent."""
         if self._pool is not None:
             self.stream.synchronize()
-            self._pool = None
+            self._pool = self._lasting = None
             assert self.device.index is not None
             streams.give_back(self.device.index, self._stream_handle)
 
     def abandon(self) -> None:
         """Instead of `close`, after a device fault: torch would end the process if it had to give memory back now."""
         if self._pool is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))  # not freed at exit either
-            self._pool = None
+            for pool in (self._pool, self._lasting):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))  # not freed at exit either
+            self._pool = self._lasting = None
+
+
+def _reserved(pool: torch.cuda.MemPool | None) -> int:
+    assert pool is not None
+    segments = torch.cuda.memory_snapshot(pool.id)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return sum(segment["total_size"] for segment in segments)
 
 
 class Graph:

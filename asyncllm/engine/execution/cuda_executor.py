@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.logit_sampler import Sampled, places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
-from asyncllm.engine.execution.step_program import StepKind, StepProgram
+from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
+from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
-from asyncllm.engine.plan import Int32Array, StepPlan
+from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
 
 logger = logging.getLogger("asyncllm")
@@ -28,6 +31,8 @@ GRAPH_TOKENS = 8192
 
 PATIENCE = 16
 """Steps of one size that make do with a larger size's graph, before they are worth one of their own."""
+
+_NO_PLACES = np.zeros(0, np.int64)
 
 MOST_FAILURES = 5
 """Captures of one size that may fail before its steps are launched by hand for good."""
@@ -51,11 +56,42 @@ def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSamples:
+    """What a step samples."""
+
+    places: NDArray[np.int64]  # of each sample in the ring's line
+    told: StepTold | None  # the log-probabilities that they are to be told
+    by_hand: ByHand | None  # what no graph does for them
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """What belongs to a step until it is complete."""
 
     kept: tuple[Tensor, ...]  # what its launches read
+    places: NDArray[np.int64]  # of its samples in the ring's line
     told: StepTold | None  # the log-probabilities that it is to tell
+    late_told: StepTold | None  # and those of its late samples
+    read: Tensor | None  # [r, vocabulary] float32: the logits that the host reads
+
+
+def read_result(plan: StepPlan, launched: Launched, ring: StepRing, turn: int) -> StepResult:
+    """What came of a complete step."""
+    places = launched.places
+    token_ids = ring.read(turn, int(places.max(initial=-1)) + 1)[places]
+    return StepResult(
+        plan.step,
+        token_ids,
+        None if launched.told is None else launched.told.read(token_ids),
+        None if launched.read is None else launched.read.numpy().copy(),
+    )
+
+
+def read_late(plan: StepPlan, launched: Launched, ring: StepRing, turn: int) -> LateTokens:
+    """The late tokens of a step of which that much is complete."""
+    assert plan.late is not None
+    token_ids, told = ring.read_late(turn, len(plan.late.rows)), launched.late_told
+    return LateTokens(plan.step, token_ids, None if told is None else told.read(token_ids))
 
 
 class CudaExecutor:
@@ -76,6 +112,7 @@ class CudaExecutor:
         self._patience_left: dict[StepKind, int] = {}
         self._failures: dict[StepKind, int] = {}
         self._memory: MutableMapping[str, int] = {}
+        self._lasting_bytes = 0
         self._uncaptured: StepKind | None = None
         self._decode_rows: Int32Array | None = None  # whose use of the sampler is known
         self._decode_use = SamplerUse.PLAIN
@@ -88,36 +125,120 @@ class CudaExecutor:
     def serve(self, memory_bytes: MutableMapping[str, int]) -> None:
         """The first graphs are there: from now on, capture others only where they are worth it.
 
-        Keeps the entry "graphs" of `memory_bytes`: what is reserved beyond the sum of the other entries.
+        Keeps the entries "workspace" of `memory_bytes`, which grows with what requests ask for, and "graphs": what is
+        reserved beyond the sum of the other entries.
         """
         self._patience = PATIENCE
         self._memory = memory_bytes
+        self._lasting_bytes = self._space.lasting_bytes()
 
-    def enqueue(self, plan: StepPlan, turn: int) -> Launched:
-        """Launch a step, which is the `turn`th of the ring."""
+    def enqueue(self, plan: StepPlan, turn: int, after_late: Callable[[], object] | None = None) -> Launched:
+        """Launch a step, which is the `turn`th of the ring. `after_late` is called once its late samples are launched,
+        before all else of it."""
         kept: tuple[Tensor, ...] = ()
         if plan.joins or plan.chunks or len(plan.copies):
             kept = self._prepare(plan)
         edits = plan.tables
         tables = self._rows.tables
         entries = (edits.groups * tables.shape[1] + edits.rows) * tables.shape[2] + edits.indices
-        room = self._ring.layout.edits
+        room = self._ring.layout.edits if plan.num_tokens else 0
         if len(entries) > room:
             kept += self._edit_tables(entries[room:], edits.blocks[room:])
             entries = entries[:room]
+        late_told: StepTold | None = None
+        if plan.late is not None:
+            late_told = self._told(plan.late.rows, np.arange(len(plan.late.rows)), turn, late=True)
+            with self._space.entered():
+                use = self._rows.adjustments.use(plan.late.rows.tolist())
+                kept += tuple(self._program.sample_late(plan.late, use, late_told, turn))
+            if after_late is not None:
+                after_late()
+        if not plan.num_tokens:
+            with self._space.entered():
+                self._program.skip()
+            return Launched(kept, _NO_PLACES, None, late_told, None)
+        outputs = lay_out_outputs(plan)
         kind = self._kind(plan)
         self._ring.write(turn, plan, entries, size_tokens=kind.tokens, size_sampled=self._program.sampled(kind))
-        asking, reader = self._rows.scores.asking(plan), self._reader(plan)
-        told = StepTold(self._rows.scores, turn, asking) if asking or reader is not None else None
-        by_hand = told is not None and (reader is not None or bool(told.whole_places()))
-        if (graph := self._graphs.get(kind)) is not None and not by_hand:
+        samples = self._samples(plan, outputs, turn)
+        by_hand = samples.by_hand
+        if (graph := self._graphs.get(kind)) is not None and by_hand is None:
             graph.launch()
         else:
             with self._space.entered():
-                self._program.run(kind, told if by_hand else None, reader)
-            if not by_hand and kind.tokens <= self._sizes[-1] and kind not in self._graphs:
+                self._program.run(kind, by_hand)
+            if by_hand is None and kind.tokens <= self._sizes[-1] and kind not in self._graphs:
                 self._uncaptured = kind
-        return Launched(kept, told)
+        if by_hand is not None and by_hand.forks is not None:
+            kept += by_hand.forks.kept
+        read = self._rows.adjustments.read([row for row, _ in outputs.kept])
+        return Launched(kept, samples.places, samples.told, late_told, self._read(read) if read else None)
+
+    def _samples(self, plan: StepPlan, outputs: StepOutputs, turn: int) -> StepSamples:
+        places = outputs.places
+        if plan.forks:  # the samples of further choices come after all others
+            forked = sum(plan.chunks[fork.chunk].samples for fork in plan.forks)
+            places = places.copy()
+            if forked:
+                places[-forked:] = self._num_places(plan) + np.arange(forked)
+        told, reader = self._told(outputs.rows, places, turn), self._reader(plan)
+        if told is not None:
+            told.logits = outputs.places
+        elif reader is not None:
+            told = StepTold(None, turn, (), places, outputs.places)
+        if not plan.forks and reader is None and (told is None or not told.whole_places()):
+            return StepSamples(places, told, None)
+        forks = self._fork_rows(plan, outputs) if plan.forks else None
+        return StepSamples(places, told, ByHand(told, reader, forks))
+
+    def _told(
+        self, rows: Int32Array, places: NDArray[np.int64], turn: int, *, late: bool = False
+    ) -> StepTold | None:
+        """What the samples of these rows, at these places of the ring's line, are to be told."""
+        scores = self._rows.scores
+        asking = scores.asking(rows)
+        return StepTold(scores.late_ring if late else scores.ring, turn, asking, places, places) if asking else None
+
+    def _num_places(self, plan: StepPlan) -> int:
+        late = 0 if plan.late is None else plan.late.decoding
+        return len(plan.decode_rows) + late + sum(chunk.samples or chunk.keeps for chunk in plan.chunks)
+
+    def _fork_rows(self, plan: StepPlan, outputs: StepOutputs) -> ForkRows:
+        """On their way to the device."""
+        device, kept = self._cache.device, list[Tensor]()
+        ends = {fork.row: plan.chunks[fork.chunk].start + len(plan.chunks[fork.chunk].token_ids) for fork in plan.forks}
+        where = {row: int(place) for row, place in zip(outputs.rows.tolist(), outputs.places, strict=True)}
+        sampling = [row for row in ends if row in where]
+        keeping = [(row, place) for row, place in outputs.kept if row in ends]
+        first = self._num_places(plan)
+        with self._space.entered():
+
+            def put(numbers: Iterable[int]) -> Tensor:
+                return places_on(device, list(numbers), kept)
+
+            rows = put(sampling)
+            sampled = Sampled(rows, put(ends[row] for row in sampling), put([len(sampling)]), rows)
+            return ForkRows(
+                rows=put(ends),
+                positions=put(ends.values()),
+                first=first,
+                total=put([first + len(sampling)]),
+                places=put(where[row] for row in sampling) if sampling else None,
+                sampled=sampled,
+                keeping=put(row for row, _ in keeping) if keeping else None,
+                keeping_places=put(place for _, place in keeping),
+                kept=tuple(kept),
+            )
+
+    def _read(self, rows: Sequence[int]) -> Tensor:
+        """The kept logits of these rows [r, vocabulary], on their way to the host."""
+        all_kept = self._rows.adjustments.kept
+        assert all_kept is not None
+        pinned: list[Tensor] = []
+        with self._space.entered():
+            some = all_kept.index_select(0, places_on(self._cache.device, list(rows), pinned)).float()
+            copy = torch.empty(some.shape, dtype=some.dtype, pin_memory=some.device.type == "cuda")
+            return copy.copy_(some, non_blocking=True)
 
     def capture(self) -> None:
         """Make a graph of the step just enqueued, if it lacks one: the next of its kind is launched by it."""
@@ -159,10 +280,11 @@ class CudaExecutor:
 
     def _prepare(self, plan: StepPlan) -> tuple[Tensor, ...]:
         kept: tuple[Tensor, ...] = ()
-        with self._space.entered():
-            if plan.joins:
+        if plan.joins:
+            with self._space.lasting():
                 kept = self._rows.join(plan.joins)
-                self._forget_outgrown()
+            self._forget_outgrown()
+        with self._space.entered():
             kept += self._rows.adjustments.take_chunks(plan.chunks)
             if len(plan.copies):
                 pairs = host_words(plan.copies, self._cache.device)
@@ -171,10 +293,15 @@ class CudaExecutor:
         return kept
 
     def _forget_outgrown(self) -> None:
-        """Rare: a request has more suppressed ids, biases or named ids than any before."""
+        """Rare: a request asks for what none has before, or has more suppressed ids, biases or named ids."""
         before = self._settings, self._adjusted, self._requests
         now = self._rows.settings, self._rows.adjustments.rows, self._rows.scores.requests
         self._settings, self._adjusted, self._requests = now
+        if all(old is new for old, new in zip(before, now, strict=True)):
+            return
+        if self._memory:
+            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
+            self._memory["workspace"] += self._lasting_bytes - lasting
         if all(old is None or old is new for old, new in zip(before, now, strict=True)):
             return  # no graph can hold what was not there
         self._space.stream.synchronize()
@@ -192,7 +319,7 @@ class CudaExecutor:
     def _kind(self, plan: StepPlan) -> StepKind:
         """The smallest kind that has a graph, or is to get one."""
         chunks = bool(plan.chunks)
-        tokens = plan.num_tokens if chunks else len(plan.decode_rows)
+        tokens = plan.num_tokens
         use = self._use(plan)
         if tokens > self._sizes[-1]:
             return StepKind(tokens, chunks, use)
@@ -225,9 +352,10 @@ class CudaExecutor:
         if plan.decode_rows is not self._decode_rows or plan.joins:
             self._decode_rows = plan.decode_rows
             self._decode_use = adjustments.use(plan.decode_rows.tolist())
-        if not plan.chunks:
-            return self._decode_use
-        return max(self._decode_use, adjustments.use(chunk.row for chunk in plan.chunks))
+        others = [*(chunk.row for chunk in plan.chunks), *(fork.row for fork in plan.forks)]
+        if plan.late is not None:
+            others += plan.late.rows[: plan.late.decoding].tolist()
+        return max(self._decode_use, adjustments.use(others)) if others else self._decode_use
 
     def _drop_graphs(self) -> None:
         for graph in self._graphs.values():

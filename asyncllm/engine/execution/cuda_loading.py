@@ -122,6 +122,7 @@ def _build(
             vocabulary=model_config.vocab_size,
             max_length=sizes.max_model_len,
             steps=STEPS,
+            dtype=dtype,
         )
         rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
         program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
@@ -158,14 +159,19 @@ def first_plans(num_rows: int, max_tokens: int, length: int) -> list[StepPlan]:
         counts = [min(longest, size - start) for start in range(0, size, longest)]
         plans.append(_plan(counts, 0))
     plans += [_plan([], size) for size in first_graph_sizes(min(num_rows, max_tokens), chunks=False)]
-    return plans
+    # last, so that nothing is left of the filters: graphs of steps without any are made when they are first worth it
+    plain = RowSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    return [*plans, _plan([], 1, plain)]
 
 
-def _plan(counts: list[int], decoding: int) -> StepPlan:
+_FILTERED = RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)
+
+
+def _plan(counts: list[int], decoding: int, sampling: RowSampling = _FILTERED) -> StepPlan:
     none = np.zeros(0, np.int32)
     return StepPlan(
         step=0,
-        joins=(RowJoin(0, 0, RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)),),
+        joins=(RowJoin(0, 0, sampling),),
         tables=TableEdits(none, none, none, none),
         copies=np.zeros((0, 2), np.int32),
         chunks=tuple(Chunk(row, 0, np.zeros(count, np.int32), samples=True) for row, count in enumerate(counts)),

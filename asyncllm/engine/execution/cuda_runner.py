@@ -7,20 +7,18 @@ to run the scheduler's.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import is_device_fault
-from asyncllm.engine.execution.cuda_executor import CudaExecutor
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, Launched, read_late, read_result
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.execution.told_logits import StepTold
-from asyncllm.engine.plan import StepPlan, StepResult
+from asyncllm.engine.plan import LateTokens, StepPlan, StepResult
 from asyncllm.errors import EngineDead
 
 STEPS = 4
@@ -32,11 +30,12 @@ class Ticket:
 
     def __init__(self) -> None:
         self.complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.late_complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # of the late samples
         self.idle = threading.Event()
         self.idle.set()
-        # Pinned memory that its launches read. Dropped by the launching thread, which does not capture then: torch may
-        # record an event on the stream for it.
-        self.kept: Sequence[Tensor] = ()
+        # With pinned memory that its launches read and write. Dropped by the launching thread, which does not capture
+        # then: torch may record an event on the stream for it.
+        self.launched: Launched | None = None
 
 
 class CudaRunner:
@@ -58,38 +57,52 @@ class CudaRunner:
             raise RuntimeError("the runner is closed")
         if self._fault is not None:
             raise self._fault
-        if plan.late is not None or plan.forks or any(chunk.keeps for chunk in plan.chunks):
-            raise NotImplementedError("late rows and further choices do not run on the GPU yet")
         ticket.idle.wait()
         try:
-            launched = executor.enqueue(plan, self._turn)
-            ticket.kept = launched.kept
-            ticket.complete.record(executor.stream)
+            stream = executor.stream
+            ticket.launched = executor.enqueue(plan, self._turn, lambda: ticket.late_complete.record(stream))
+            ticket.complete.record(stream)
         except Exception as error:
             self._raise_fault(error)
             self._recover(executor)
             raise
         ticket.idle.clear()
-        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan, launched.told))
+        late: asyncio.Future[LateTokens] | None = None
+        if plan.late is not None:
+            late = self._waiter.submit(partial(self._complete_late, ticket, self._turn, plan))
+        future = self._waiter.submit(partial(self._complete, ticket, self._turn, plan))
         self._turn = (self._turn + 1) % STEPS
         executor.capture()
-        return StepTicket(future)
+        return StepTicket(future, late)
 
     async def aclose(self) -> None:
         """See `Runner.aclose`."""
         executor, self._executor = self._executor, None
         await self._waiter.aclose()
         if executor is not None:
+            for ticket in self._tickets:
+                ticket.launched = None
             self._ring = None
             executor.close(faulty=self._fault is not None)
 
-    def _complete(self, ticket: Ticket, turn: int, plan: StepPlan, told: StepTold | None) -> StepResult:
+    def _complete_late(self, ticket: Ticket, turn: int, plan: StepPlan) -> LateTokens:
+        """On the waiting thread, and before the rest of the step."""
+        assert self._ring is not None
+        assert ticket.launched is not None
+        try:
+            ticket.late_complete.synchronize()
+            return read_late(plan, ticket.launched, self._ring, turn)
+        except Exception as error:
+            self._raise_fault(error)
+            raise
+
+    def _complete(self, ticket: Ticket, turn: int, plan: StepPlan) -> StepResult:
         """On the waiting thread."""
         assert self._ring is not None
+        assert ticket.launched is not None
         try:
             ticket.complete.synchronize()
-            token_ids = self._ring.read(turn, plan.num_sampled)
-            return StepResult(plan.step, token_ids, None if told is None else told.read(token_ids))
+            return read_result(plan, ticket.launched, self._ring, turn)
         except Exception as error:
             self._raise_fault(error)
             raise

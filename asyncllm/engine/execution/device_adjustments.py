@@ -22,6 +22,7 @@ from asyncllm.kernels.logit_adjustment import (
     COUNTS,
     FIELDS,
     FILTERS,
+    LATE,
     MASKS,
     RowAdjustments,
     count_tokens,
@@ -46,24 +47,37 @@ class DeviceAdjustments:
     """Of all rows. Tensors' addresses stay, so that CUDA graphs can hold them; but see `join`."""
 
     def __init__(
-        self, num_rows: int, vocabulary: int, max_length: int, device: torch.device, *, processed_logprobs: bool = False
+        self,
+        num_rows: int,
+        vocabulary: int,
+        max_length: int,
+        like: Tensor,
+        *,
+        processed_logprobs: bool = False,
     ) -> None:
-        """`max_length`: tokens of the longest request."""
+        """`max_length`: tokens of the longest request; `like`: a tensor of the logits' type, on their device."""
         self._num_rows = num_rows
         self._vocabulary = vocabulary
         self._most_seen = min(vocabulary, max_length)
-        self._device = device
+        self._like = like
+        self._device = like.device
         self.processed_logprobs = processed_logprobs
         self._uses: dict[int, SamplerUse] = {}  # by row; a row that is not there is a plain one
         self._counting: set[int] = set()
         self._known: dict[int, int] = {}  # by row: how many tokens it joined with
         self.rows: RowAdjustments | None = None
         self.logits: Tensor | None = None  # [num_rows, at least vocabulary] float32
+        self.kept: Tensor | None = None  # [num_rows, vocabulary] the logits of late rows
+        self._read: set[int] = set()  # rows whose kept logits go to the host
 
     def use(self, rows: Iterable[int]) -> SamplerUse:
         """The least that these rows need."""
         uses = self._uses
         return max((uses[row] for row in rows if row in uses), default=SamplerUse.PLAIN)
+
+    def read(self, rows: Sequence[int]) -> Sequence[int]:
+        """Those of these late rows whose kept logits go to the host."""
+        return [row for row in rows if row in self._read] if self._read else ()
 
     @property
     def in_use(self) -> bool:
@@ -124,8 +138,8 @@ class DeviceAdjustments:
         filters = has_rare_filter(sampling) or (asks and self.processed_logprobs)
         masks = sampling.allowed is not None or bool(sampling.banned)
         # suppressing in place would spoil the model's own logits
-        adjusts = bool(sampling.logit_bias) or (asks and bool(sampling.suppressed)) or sampling.late
-        duties = FILTERS * filters | MASKS * masks | COUNTS * sampling.counts_tokens
+        adjusts = bool(sampling.logit_bias) or (asks and bool(sampling.suppressed))
+        duties = LATE * sampling.late | FILTERS * filters | MASKS * masks | COUNTS * sampling.counts_tokens
         return duties | ADJUSTS * (adjusts or bool(duties))
 
     def _note(self, row: int, sampling: RowSampling, duties: int) -> None:
@@ -140,6 +154,9 @@ class DeviceAdjustments:
             self._uses.pop(row, None)
         else:
             self._uses[row] = use
+        self._read.discard(row)
+        if sampling.reads_logits:
+            self._read.add(row)
         self._counting.discard(row)
         if sampling.counts_tokens:
             self._counting.add(row)
@@ -200,7 +217,8 @@ class DeviceAdjustments:
                 self._num_rows, self._vocabulary, self._device, biases=max(_BIASES, biases), seen=self._most_seen
             )
             stride = -(-self._vocabulary // 16) * 16
-            self.logits = torch.empty((self._num_rows, stride), dtype=torch.float32, device=self._device)
+            self.logits = torch.zeros((self._num_rows, stride), dtype=torch.float32, device=self._device)
+            self.kept = self._like.new_zeros(self._num_rows, self._vocabulary)
         elif biases > self.rows.biased.shape[1]:
             room = self.rows.biased.shape[1]
             grown = [each.new_zeros(self._num_rows, 2 * biases) for each in (self.rows.biased, self.rows.biases)]

@@ -51,6 +51,7 @@ class RowSizes:
     vocabulary: int
     max_length: int  # tokens of the longest request
     steps: int  # lines of the step ring
+    dtype: torch.dtype  # of logits
 
 
 class DeviceRows:
@@ -60,7 +61,11 @@ class DeviceRows:
         """`processed_logprobs`: log-probabilities are those of what is drawn from, not of the model's own logits."""
         num_rows, num_groups, row_blocks = sizes.rows, sizes.groups, sizes.row_blocks
         self.adjustments = DeviceAdjustments(
-            num_rows, sizes.vocabulary, sizes.max_length, device, processed_logprobs=processed_logprobs
+            num_rows,
+            sizes.vocabulary,
+            sizes.max_length,
+            torch.empty(0, dtype=sizes.dtype, device=device),
+            processed_logprobs=processed_logprobs,
         )
         self.scores = DeviceScores(num_rows, sizes.vocabulary, sizes.steps, device)
         self._told_prompts: dict[int, tuple[Int32Array, LogprobsRequest]] = {}  # by row

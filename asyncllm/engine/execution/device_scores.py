@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.engine.execution.step_ring import host_words
-from asyncllm.engine.execution.token_scores import join_scores
-from asyncllm.engine.plan import Int32Array, LogprobsRequest, RowJoin, StepPlan, TokenScores
+from asyncllm.engine.plan import Int32Array, LogprobsRequest, RowJoin, TokenScores
 from asyncllm.kernels.token_scores import (
     MOST_LIKELY,
     ScoreRequests,
@@ -26,8 +25,8 @@ from asyncllm.kernels.token_scores import (
     score_named,
 )
 
-_NAMED = 16
-"""Named ids that a row has room for at first."""
+_NAMED = 15
+"""Named ids that a row has room for at first. With the drawn token's, a multiple of 16 bytes: see `StepProgram`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class DeviceScores:
         self._asked: dict[int, LogprobsRequest] = {}  # by row
         self.requests: ScoreRequests | None = None
         self.ring: ScoreRing | None = None
+        self.late_ring: ScoreRing | None = None  # for late samples
         self.workspace: ScoreWorkspace | None = None
 
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
@@ -98,39 +98,18 @@ class DeviceScores:
             kept.append(self._tell(join.row, np.array([1 + top, len(asked.token_ids), *asked.token_ids], np.int32)))
         return tuple(kept)
 
-    def asking(self, plan: StepPlan) -> Sequence[tuple[int, LogprobsRequest]]:
-        """(place among the step's samples, what it asks for) of the rows that do."""
+    def asking(self, rows: Int32Array) -> Sequence[tuple[int, LogprobsRequest]]:
+        """(index among these rows, what it asks for) of those that do."""
         if not self._asked:
             return ()
-        rows = [*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks if chunk.samples)]
-        return [(place, self._asked[row]) for place, row in enumerate(rows) if row in self._asked]
+        return [(index, self._asked[row]) for index, row in enumerate(rows.tolist()) if row in self._asked]
 
-    def read(self, turn: int, asking: Sequence[tuple[int, LogprobsRequest]], token_ids: Int32Array) -> TokenScores:
-        """What a complete step has found for these rows."""
-        assert self.ring is not None
-        ring, parts = self.ring, []
-        for place, asked in asking:
-            ids = ring.top_ids[turn, place, : asked.top].numpy()
-            scores = ring.top_scores[turn, place, : asked.top].numpy()
-            there = scores > -np.inf
-            named = ring.named_scores[turn, place, : 1 + len(asked.token_ids)].numpy()
-            ranks = ring.named_ranks[turn, place, : 1 + len(asked.token_ids)].numpy()
-            parts.append(
-                TokenScores(
-                    np.array([0, len(named) + there.sum()], np.int32),
-                    np.concatenate(([token_ids[place]], ids[there], asked.token_ids)).astype(np.int32),
-                    np.concatenate((named[:1], scores[there], named[1:])),
-                    np.concatenate((ranks[:1], ranks_of(scores[there]), ranks[1:])).astype(np.int32),
-                )
-            )
-        return join_scores(parts)
-
-    def scorer(self, turn: Tensor, rows: Tensor, num_rows: Tensor) -> StepScorer | None:
-        """For the step whose turn it is. None while no row has asked."""
-        if self.requests is None or self.ring is None or self.workspace is None:
+    def scorer(self, ring: ScoreRing, turn: Tensor, rows: Tensor, num_rows: Tensor) -> StepScorer | None:
+        """For the step whose turn it is, to a line of this ring. None while no row has asked."""
+        if self.requests is None or self.workspace is None:
             return None
         where = {"turn": turn, "rows": rows, "num_rows": num_rows}
-        return StepScorer(self.requests, self.workspace, self.ring, where, self._vocabulary)
+        return StepScorer(self.requests, self.workspace, ring, where, self._vocabulary)
 
     def _tell(self, row: int, words: Int32Array) -> Tensor:
         assert self.requests is not None
@@ -145,7 +124,7 @@ class DeviceScores:
         before = self.requests
         if before is not None and named <= before.named.shape[1]:
             return
-        room = max(_NAMED, 2 * named)
+        room = max(_NAMED, 2 * named | 3)
         self.requests = ScoreRequests(
             tops=torch.zeros(self._num_rows, dtype=torch.int32, device=self._device),
             num_named=torch.zeros(self._num_rows, dtype=torch.int32, device=self._device),
@@ -155,15 +134,33 @@ class DeviceScores:
             self.requests.tops.copy_(before.tops)
             self.requests.num_named.copy_(before.num_named)
             self.requests.named[:, : before.named.shape[1]].copy_(before.named)
+        self.ring, self.late_ring = self._make_ring(room), self._make_ring(room)
+        if self.workspace is None:
+            self.workspace = make_score_workspace(self._num_rows, self._vocabulary, self._device)
+
+    def _make_ring(self, room: int) -> ScoreRing:
         shape = (self._steps, self._num_rows)
-        self.ring = ScoreRing(
+        return ScoreRing(
             top_ids=host_words(np.zeros((*shape, MOST_LIKELY), np.int32), self._device),
             top_scores=host_words(np.zeros((*shape, MOST_LIKELY), np.float32), self._device),
             named_scores=host_words(np.zeros((*shape, 1 + room), np.float32), self._device),
             named_ranks=host_words(np.zeros((*shape, 1 + room), np.int32), self._device),
         )
-        if self.workspace is None:
-            self.workspace = make_score_workspace(self._num_rows, self._vocabulary, self._device)
+
+
+def read_scores(ring: ScoreRing, turn: int, place: int, asked: LogprobsRequest, token_id: int) -> TokenScores:
+    """What a complete step has found for a sample."""
+    ids = ring.top_ids[turn, place, : asked.top].numpy()
+    scores = ring.top_scores[turn, place, : asked.top].numpy()
+    there = scores > -np.inf
+    named = ring.named_scores[turn, place, : 1 + len(asked.token_ids)].numpy()
+    ranks = ring.named_ranks[turn, place, : 1 + len(asked.token_ids)].numpy()
+    return TokenScores(
+        np.array([0, len(named) + there.sum()], np.int32),
+        np.concatenate(([token_id], ids[there], asked.token_ids)).astype(np.int32),
+        np.concatenate((named[:1], scores[there], named[1:])),
+        np.concatenate((ranks[:1], ranks_of(scores[there]), ranks[1:])).astype(np.int32),
+    )
 
 
 def ranks_of(scores: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

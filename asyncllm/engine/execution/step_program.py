@@ -6,7 +6,8 @@ there is to know of a step, they read from its line of the `StepRing`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
-from asyncllm.engine.execution.device_scores import StepScorer
 from asyncllm.engine.execution.kv_cache import CacheLayout
+from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Sampled, Told, places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.execution.told_logits import StepTold, tell_prompts
+from asyncllm.engine.plan import LateSamples
 from asyncllm.kernels.attention_plan import (
     LEAST_SHARED,
     AttentionPlan,
@@ -26,11 +28,10 @@ from asyncllm.kernels.attention_plan import (
     make_attention_plan,
     plan_attention,
 )
-from asyncllm.kernels.logit_adjustment import adjust_logits, count_tokens
-from asyncllm.kernels.rare_filters import filter_rare_rows
-from asyncllm.kernels.sampling import AdjustedLogits, make_sampling_workspace, sample
+from asyncllm.kernels.late_logits import keep_logits
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
+from asyncllm.kernels.token_scores import ScoreRing
 from asyncllm.layers.paged_attention import PagedBatch
 from asyncllm.models.forward_batch import ForwardBatch
 from asyncllm.models.llama import Llama
@@ -42,6 +43,30 @@ class StepKind(NamedTuple):
     tokens: int  # the matrix products have this many rows; the step's own tokens come first
     chunks: bool  # the step may have chunks
     use: SamplerUse = SamplerUse.FILTERED  # what its rows may ask of the sampler, at most
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRows:
+    """Further choices of a step's requests: int32 arrays on the device, and pinned memory that they came from."""
+
+    rows: Tensor  # [f] all of them
+    positions: Tensor  # [f] where their chunks end
+    first: int  # how many samples the step has without them
+    total: Tensor  # [1] with them
+    places: Tensor | None  # [s] of those that sample now: of their logits
+    sampled: Sampled  # the same ones
+    keeping: Tensor | None  # [k] those that keep logits
+    keeping_places: Tensor  # [k]
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """What a step does that no graph does: it is rare, or its launches depend on more than its kind."""
+
+    told: StepTold | None = None  # log-probabilities of whole rows
+    reader: PromptReader | None = None  # and of prompts
+    forks: ForkRows | None = None
 
 
 class StepProgram:
@@ -67,14 +92,16 @@ class StepProgram:
         self._arrays = make_step_arrays(ring.layout, max_tokens, device)
         self._plans = _attention_plans(model, layout, cache, ring, deterministic=deterministic)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._workspace = make_sampling_workspace(num_rows, model.config.vocab_size, device)
+        self._late_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._none = torch.zeros(1, dtype=torch.int32, device=device)
+        self._sampler = LogitSampler(rows, num_rows, model.config.vocab_size, device)
 
     def sampled(self, kind: StepKind) -> int:
         """How many rows of logits a step of this kind computes."""
         return min(kind.tokens, self._ring.layout.rows)
 
-    def run(self, kind: StepKind, told: StepTold | None = None, reader: PromptReader | None = None) -> None:
-        """Launch the step whose turn it is. Not for a graph: what is `told` of whole rows, and of prompts."""
+    def run(self, kind: StepKind, by_hand: ByHand | None = None) -> None:
+        """Launch the step whose turn it is; `by_hand`: what no graph does."""
         arrays, rows, ring = self._arrays, self._rows, self._ring
         lay_out_step(
             ring.words,
@@ -92,58 +119,82 @@ class StepProgram:
             table = rows.tables[users[0]] if len(users) == 1 else None
             plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
         batch = self._batch(kind)
-        if told is None or reader is None:
+        if by_hand is None or by_hand.told is None or by_hand.reader is None:
             logits = self._model.forward(batch)
         else:
-            logits = self._forward_telling(batch, self.sampled(kind), told, reader)
-        self._sample(logits, kind.use, told)
-        put_out_tokens(ring.tokens, self.turn, self._token_ids, arrays.num_sampled)
+            logits = self._forward_telling(batch, self.sampled(kind), by_hand.told, by_hand.reader)
+        put_out_tokens(ring.tokens, self.turn, self._token_ids, self._sample(logits, kind, by_hand))
 
     def _forward_telling(self, batch: ForwardBatch, count: int, told: StepTold, reader: PromptReader) -> Tensor:
         """The logits of the step's samples; what there is to tell of prompts is read off those of other tokens."""
-        others = told.places(reader.places, self._cache.device)
+        others = told.on_device(reader.places, self._cache.device)
         sampled = torch.cat((self._arrays.sampled[:count], others))
         features = self._model.features(replace(batch, sampled=sampled))
         told.prompts = tell_prompts(reader.parts, features[count:], self._model.head)
         return self._model.head(features[:count])
 
-    def _sample(self, logits: Tensor, use: SamplerUse, told: StepTold | None) -> None:
-        arrays, rows = self._arrays, self._rows
-        where = {"rows": arrays.sampled_rows, "positions": arrays.sampled_positions, "num_rows": arrays.num_sampled}
-        size, count, special = self._model.config.vocab_size, len(logits), rows.adjustments
-        scorer, adjusted = self._scorer(use, where["rows"], where["num_rows"]), None
-        if use >= SamplerUse.ADJUSTED and special.rows is not None and special.logits is not None:
-            some = special.logits[:count]
-            adjust_logits(some, logits, rows.settings, special.rows, vocabulary=size, **where)
-            filter_rare_rows(some, rows.settings, special.rows, vocabulary=size, **where)
-            adjusted = AdjustedLogits(special.rows.integers("duties"), some)
-        told_logits, heat = logits, None
-        if special.processed_logprobs and adjusted is not None:
-            told_logits, heat = adjusted.logits, rows.settings.temperature
-        if scorer is not None:
-            scorer.score_most_likely(told_logits, heat)
-        if told is not None and (places := told.whole_places()):
-            told.tell_whole(told_logits[:, :size], places, arrays.sampled_rows, heat)
-        sample(
-            logits,
-            rows.settings,
-            self._workspace,
-            **where,
-            vocabulary=size,
-            token_ids=self._token_ids,
-            row_token_ids=rows.last_tokens,
-            adjusted=adjusted,
-            filters=use > SamplerUse.PLAIN,
-        )
-        if adjusted is not None and special.rows is not None:
-            count_tokens(special.rows, self._token_ids[:count], **where)
-        if scorer is not None:
-            scorer.score_named(told_logits, heat, self._token_ids[:count])
+    def skip(self) -> None:
+        """In place of a step that computes nothing."""
+        put_out_tokens(self._ring.tokens, self.turn, self._token_ids, self._none)
 
-    def _scorer(self, use: SamplerUse, rows: Tensor, num_rows: Tensor) -> StepScorer | None:
-        if use < SamplerUse.SCORED:
-            return None
-        return self._rows.scores.scorer(self.turn, rows, num_rows)
+    def sample_late(self, late: LateSamples, use: SamplerUse, told: StepTold | None, turn: int) -> Sequence[Tensor]:
+        """Launch the late samples of a step, before anything else of it. By hand; keep what is returned till then."""
+        device, rows, count = self._cache.device, self._rows, len(late.rows)
+        words, kept = HostWords(late, device), rows.adjustments.kept
+        assert kept is not None, "nobody has kept logits for these rows"
+        where = places_on(device, late.rows.tolist(), words.kept)
+        positions = rows.next_positions.index_select(0, where)
+        self._sampler.sample(
+            kept.index_select(0, where),
+            Sampled(where, positions, places_on(device, [count], words.kept), self._late_ids),
+            max(use, SamplerUse.ADJUSTED),
+            Told(self.turn, rows.scores.late_ring, told),
+            words,
+        )
+        self._ring.late_tokens[turn, :count].copy_(self._late_ids[:count], non_blocking=True)
+        return words.kept
+
+    def _sample(self, logits: Tensor, kind: StepKind, by_hand: ByHand | None) -> Tensor:
+        """Returns how many tokens there are."""
+        arrays, rows, size = self._arrays, self._rows, self._model.config.vocab_size
+        sampled = Sampled(arrays.sampled_rows, arrays.sampled_positions, arrays.num_sampled, self._token_ids)
+        special = rows.adjustments
+        if kind.use >= SamplerUse.ADJUSTED and special.rows is not None and special.kept is not None:
+            duties = special.rows.integers("duties")
+            keep_logits(
+                special.kept,
+                logits,
+                rows=sampled.rows,
+                num_rows=sampled.num_rows,
+                duties=duties,
+                vocabulary=size,
+            )
+        forked = None if by_hand is None or by_hand.forks is None else self._fork(logits, by_hand.forks)
+        told = Told(self.turn, rows.scores.ring, None if by_hand is None else by_hand.told)
+        self._sampler.sample(logits, sampled, kind.use, told)
+        if by_hand is None or by_hand.forks is None or forked is None:
+            return sampled.num_rows
+        forks, ring = by_hand.forks, rows.scores.ring
+        first = forks.first
+        if ring is not None:
+            ring = ScoreRing(
+                ring.top_ids[:, first:],
+                ring.top_scores[:, first:],
+                ring.named_scores[:, first:],
+                ring.named_ranks[:, first:],
+            )
+        # through a buffer that begins where all do: a kernel is compiled anew for a pointer of another alignment
+        self._sampler.sample(forked, replace(forks.sampled, token_ids=self._late_ids), kind.use, Told(self.turn, ring))
+        self._token_ids[first : first + len(forked)].copy_(self._late_ids[: len(forked)])
+        return forks.total
+
+    def _fork(self, logits: Tensor, forks: ForkRows) -> Tensor | None:
+        """Further choices stand where their chunk ends. Returns the logits of those that sample now."""
+        rows, kept = self._rows, self._rows.adjustments.kept
+        rows.next_positions.index_copy_(0, forks.rows.long(), forks.positions)
+        if forks.keeping is not None and kept is not None:
+            kept.index_copy_(0, forks.keeping.long(), logits.index_select(0, forks.keeping_places))
+        return None if forks.places is None else logits.index_select(0, forks.places)
 
     def _batch(self, kind: StepKind) -> ForwardBatch:
         arrays, some = self._arrays, slice(kind.tokens)

@@ -32,6 +32,7 @@ class StepRing:
         self.layout = layout
         self.words = host_words(np.zeros((steps, layout.size), np.int32), device)
         self.tokens = host_words(np.zeros((steps, layout.rows), np.int32), device)
+        self.late_tokens = host_words(np.zeros((steps, layout.rows), np.int32), device)
         self._lines = list(self.words.numpy())
         self._results = list(self.tokens.numpy())
         self._decode_rows: list[Int32Array | None] = [None] * steps  # what each line holds already
@@ -43,10 +44,14 @@ class StepRing:
         if self._decode_rows[turn] is not decode:
             line[layout.decode_rows : layout.decode_rows + decoding] = decode
             self._decode_rows[turn] = decode
+        if plan.late is not None:  # on the device they are decoding rows like any others
+            late = plan.late.rows[: plan.late.decoding]
+            self._put(turn, layout.decode_rows + decoding, late)
+            decoding += len(late)
         tokens = sampled = decoding
         if chunks:
             counts = [len(chunk.token_ids) for chunk in chunks]
-            samples = np.array([chunk.samples for chunk in chunks], np.int32)
+            samples = np.array([chunk.samples or chunk.keeps for chunk in chunks], np.int32)
             firsts = np.cumsum([decoding, *counts])
             self._put(turn, layout.chunk_rows, [chunk.row for chunk in chunks])
             self._put(turn, layout.chunk_starts, [chunk.start for chunk in chunks])
@@ -63,6 +68,11 @@ class StepRing:
     def read(self, turn: int, count: int) -> Int32Array:
         """A copy of the tokens that a complete step sampled."""
         result: Int32Array = self._results[turn][:count].copy()
+        return result
+
+    def read_late(self, turn: int, count: int) -> Int32Array:
+        """A copy of the tokens that a complete step's late samples are."""
+        result: Int32Array = self.late_tokens[turn, :count].numpy().copy()
         return result
 
     def _put(self, turn: int, offset: int, values: NDArray[Any] | list[int]) -> None:

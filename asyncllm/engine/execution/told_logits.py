@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncllm.engine.execution.device_scores import DeviceScores, ranks_of
+from asyncllm.engine.execution.device_scores import ranks_of, read_scores
 from asyncllm.engine.execution.prompt_scores import PromptPart
 from asyncllm.engine.execution.step_ring import host_words
-from asyncllm.engine.execution.token_scores import NO_SCORES, join_scores, score_tokens
+from asyncllm.engine.execution.token_scores import join_scores, score_tokens
 from asyncllm.engine.plan import Int32Array, LogprobsRequest, PromptLogprobs, StepLogprobs, TokenScores
-from asyncllm.kernels.token_scores import MOST_LIKELY
+from asyncllm.kernels.token_scores import MOST_LIKELY, ScoreRing
 
 _POSITIONS_AT_ONCE = 64
 """Of a prompt, whose logits are there together."""
@@ -93,16 +93,18 @@ def tell_prompts(
 
 @dataclass(slots=True)
 class StepTold:
-    """What a step is to tell, to be read once it is complete."""
+    """What some samples of a step are to be told, to be read once it is complete."""
 
-    scores: DeviceScores
+    ring: ScoreRing | None
     turn: int
     asking: Asking
+    places: NDArray[np.int64]  # of all samples: where in the ring's line each is
+    logits: NDArray[np.int64]  # likewise among the logits
     whole: WholeRows | None = None  # of those in `asking` who ask for all
     prompts: list[tuple[PromptPart, list[WholeRows | LikelyTokens]]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)  # pinned memory that its launches read
 
-    def places(self, places: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
+    def on_device(self, places: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
         """These numbers on the device, for launches of this step."""
         words = host_words(np.asarray(places, np.int32), device)
         self.kept.append(words)
@@ -110,7 +112,7 @@ class StepTold:
 
     def tell_whole(self, logits: Tensor, places: Sequence[int], rows: Tensor, heat: Tensor | None) -> None:
         """Of these places of `logits` [n, vocabulary], which are of `rows` [n]. heat [rows]: over it, where not 0."""
-        index = self.places(places, logits.device)
+        index = self.on_device(places, logits.device)
         some = logits.index_select(0, index).float()
         if heat is not None:
             own = heat[rows.index_select(0, index)]
@@ -118,32 +120,34 @@ class StepTold:
         self.whole = WholeRows(some)
 
     def whole_places(self) -> list[int]:
-        """Among the step's samples, of those who ask for all."""
-        return [place for place, asked in self.asking if asked.top > MOST_LIKELY]
+        """Among the logits, of those who ask for all."""
+        return [int(self.logits[sample]) for sample, asked in self.asking if asked.top > MOST_LIKELY]
 
     def read(self, token_ids: Int32Array) -> StepLogprobs:
-        """`token_ids`: those that the step sampled."""
+        """`token_ids`: of all samples."""
         found = []
         wholes = self._read_whole(token_ids)
-        for place, asked in self.asking:
+        for sample, asked in self.asking:
             if asked.top > MOST_LIKELY:
                 found.append(wholes.pop(0))
-            else:
-                found.append(self.scores.read(self.turn, [(place, asked)], token_ids))
-        samples = np.array([place for place, _ in self.asking], np.int32)
+            elif self.ring is not None:
+                found.append(
+                    read_scores(self.ring, self.turn, int(self.places[sample]), asked, int(token_ids[sample]))
+                )
+        samples = np.array([sample for sample, _ in self.asking], np.int32)
         prompts = tuple(
             PromptLogprobs(part.chunk, part.start + 1, join_scores(_read_pieces(part, pieces)))
             for part, pieces in self.prompts
         )
-        return StepLogprobs(samples, join_scores(found) if found else NO_SCORES, prompts)
+        return StepLogprobs(samples, join_scores(found), prompts)
 
     def _read_whole(self, token_ids: Int32Array) -> list[TokenScores]:
-        places = self.whole_places()
         if self.whole is None:
             return []
-        asked = [request for _, request in self.asking if request.top > MOST_LIKELY]
-        scores = self.whole.read(token_ids[places].astype(np.int64), asked)
-        return [scores.at(i) for i in range(len(places))]
+        asking = [(sample, asked) for sample, asked in self.asking if asked.top > MOST_LIKELY]
+        ids = token_ids[[sample for sample, _ in asking]].astype(np.int64)
+        scores = self.whole.read(ids, [asked for _, asked in asking])
+        return [scores.at(i) for i in range(len(asking))]
 
 
 def _read_pieces(part: PromptPart, pieces: Sequence[WholeRows | LikelyTokens]) -> list[TokenScores]:

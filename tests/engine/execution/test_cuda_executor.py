@@ -20,14 +20,26 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
 from asyncllm.engine.execution.cuda_loading import allocate_cache, first_plans
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.kv_cache import make_cache_layout
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.plan import LogprobsRequest, RowJoin, StepPlan, StepResult, TokenScores
+from asyncllm.engine.plan import (
+    Fork,
+    LateSamples,
+    LateTokens,
+    LogprobsRequest,
+    RowBias,
+    RowJoin,
+    RowLogits,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    TokenScores,
+)
 from asyncllm.kernels.language import TRITON_AVAILABLE
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.parameter import Placement
@@ -56,8 +68,8 @@ def test_graph_sizes() -> None:
     assert set(first_graph_sizes(5000, chunks=True)) <= set(graph_sizes(5000))
 
 
-def run_interpreted(marks: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, __file__, "-p", "no:cacheprovider"]
+def run_interpreted(marks: str, file: str = __file__) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, file, "-p", "no:cacheprovider"]
     # as on a GPU, operations on infinities that a mask throws away again are no fault
     command += ["-W", "ignore::RuntimeWarning"]
     result = subprocess.run(
@@ -94,6 +106,11 @@ class HostSpace:
         with torch.inference_mode():
             yield
 
+    lasting = entered
+
+    def close(self) -> None:
+        pass
+
     @contextmanager
     def capture(self) -> Iterator[Any]:
         raise RuntimeError("there are no graphs on the CPU")
@@ -104,6 +121,16 @@ def check_scores(mine: TokenScores, theirs: TokenScores) -> None:
     for name in ("offsets", "token_ids", "ranks"):
         np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
     np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def check_told(mine: StepLogprobs | None, theirs: StepLogprobs | None) -> None:
+    assert (mine is None) == (theirs is None)
+    if mine is not None and theirs is not None:
+        assert mine.samples.tolist() == theirs.samples.tolist()
+        check_scores(mine.sampled, theirs.sampled)
+        for one, other in zip(mine.prompts, theirs.prompts, strict=True):
+            assert (one.chunk, one.start) == (other.chunk, other.start)
+            check_scores(one.scores, other.scores)
 
 
 class Twins:
@@ -122,7 +149,8 @@ class Twins:
             ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
             device = torch.device("cpu")
             blocks = -(-LENGTH // layout.block_size)
-            rows = DeviceRows(RowSizes(ROWS, len(layout.groups), blocks, config.vocab_size, LENGTH, 4), device)
+            sizes = RowSizes(ROWS, len(layout.groups), blocks, config.vocab_size, LENGTH, 4, torch.float32)
+            rows = DeviceRows(sizes, device)
             program = StepProgram(model, layout, cache, rows, ring)
         space: Any = HostSpace()
         self.executor = CudaExecutor(space, program, rows, ring, cache)
@@ -131,9 +159,12 @@ class Twins:
     def launch(self, plan: StepPlan) -> StepResult:
         launched = self.executor.enqueue(plan, self.turn)
         self.executor.capture()
-        tokens = self.ring.read(self.turn, plan.num_sampled)
+        result = read_result(plan, launched, self.ring, self.turn)
+        self.late: LateTokens | None = None
+        if plan.late is not None:
+            self.late = read_late(plan, launched, self.ring, self.turn)
         self.turn = (self.turn + 1) % 4
-        return StepResult(plan.step, tokens, None if launched.told is None else launched.told.read(tokens))
+        return result
 
     def shared_units(self) -> int:
         """Of the last step, in the layers without a window."""
@@ -144,16 +175,24 @@ class Twins:
         plan = self.driver.plan(**parts)
         if copies is not None:
             plan = replace(plan, copies=copies)
-        expected, actual = await self.driver.runner.launch(plan).result, self.launch(plan)
+        return await self.run_plan(plan)
+
+    async def run_plan(self, plan: StepPlan) -> list[int]:
+        """The late tokens, then the step's own."""
+        ticket, actual = self.driver.runner.launch(plan), self.launch(plan)
+        expected, tokens = await ticket.result, []
+        if ticket.late is not None:
+            late = await ticket.late
+            assert self.late is not None
+            tokens = late.token_ids.tolist()
+            assert self.late.token_ids.tolist() == tokens
+            check_told(self.late.logprobs, late.logprobs)
         assert actual.token_ids.tolist() == expected.token_ids.tolist()
-        assert (actual.logprobs is None) == (expected.logprobs is None)
-        if actual.logprobs is not None and expected.logprobs is not None:
-            assert actual.logprobs.samples.tolist() == expected.logprobs.samples.tolist()
-            check_scores(actual.logprobs.sampled, expected.logprobs.sampled)
-            for mine, theirs in zip(actual.logprobs.prompts, expected.logprobs.prompts, strict=True):
-                assert (mine.chunk, mine.start) == (theirs.chunk, theirs.start)
-                check_scores(mine.scores, theirs.scores)
-        return actual.token_ids.tolist()
+        check_told(actual.logprobs, expected.logprobs)
+        assert (actual.logits is None) == (expected.logits is None)
+        if actual.logits is not None and expected.logits is not None:
+            np.testing.assert_allclose(actual.logits, expected.logits, atol=1e-4)
+        return tokens + actual.token_ids.tolist()
 
 
 SMALL = {
@@ -237,18 +276,16 @@ if INTERPRETED:
         pieces = [Piece(6, 0, prompts[1]), Piece(1, 0, prompts[2][:5], False), Piece(4, 0, [9, 10])]
         await twins.run(joins=joins, pieces=pieces, decode=[2])
         tokens = await twins.run(pieces=[Piece(1, 5, prompts[2][5:])], decode=[2, 6, 4])
-        for _ in range(2):
-            tokens = await twins.run(decode=[2, 6, 4, 1])
+        tokens = await twins.run(decode=[2, 6, 4, 1])
         known = [*prompts[1], *tokens[1:2]]
         narrow = replace(seeded(8), allowed=(40, 41, 500), temperature=3.0)
         await twins.run(joins=[RowJoin(0, 4, narrow, 1)], pieces=[Piece(0, 0, [5])], decode=[6, 1])
         resumed = RowJoin(4, 5, repeated, 12, np.array(known, np.int32))
         assert (await twins.run(joins=[resumed], pieces=[Piece(4, 0, known)], decode=[0]))[0] in (40, 41, 500)
-        await twins.run(decode=[4, 0, 6])
         await twins.run(joins=[RowJoin(6, 6, GREEDY, 3)], pieces=[Piece(6, 0, [3, 4, 5])])
         assert adjustments.use([6, 2]) == SamplerUse.PLAIN
         assert adjustments.use([6, 2, 4]) == SamplerUse.ADJUSTED
-        await twins.run(decode=[6, 2, 4])
+        await twins.run(decode=[6, 4])
 
     @pytest.mark.blocks_loop
     async def test_log_probabilities(twins: Twins) -> None:
@@ -267,6 +304,64 @@ if INTERPRETED:
         joins = [RowJoin(0, 4, whole, 3, np.array([3, 4, 5], np.int32)), RowJoin(2, 5, GREEDY, 2)]
         await twins.run(joins=joins, pieces=[Piece(0, 0, [3, 4, 5]), Piece(2, 0, [7, 8])], decode=[7])
         await twins.run(decode=[0, 2, 5])
+
+    def late_plan(plan: StepPlan, rows: list[int], decoding: int, **late: Any) -> StepPlan:
+        """Of a plan that decodes the first of these rows last: they are late samples."""
+        own = plan.decode_rows[: len(plan.decode_rows) - decoding]
+        words = {"masks": None, "biases": (None,) * len(rows), **late}
+        return replace(plan, decode_rows=own, late=LateSamples(np.array(rows, np.int32), decoding, **words))
+
+    def keeping(plan: StepPlan, row: int) -> StepPlan:
+        """The chunk of this row keeps its logits in place of sampling."""
+        chunks = tuple(replace(each, samples=False, keeps=True) if each.row == row else each for each in plan.chunks)
+        return replace(plan, chunks=chunks)
+
+    @pytest.mark.blocks_loop
+    async def test_late_rows(twins: Twins) -> None:
+        """Masks, biases, logits in place of the model's, penalties and scores, beside rows that wait for nobody."""
+        prompts = np.random.default_rng(5).integers(3, 512, (4, 7)).tolist()
+        plain = replace(seeded(1), late=True, reads_logits=True)
+        told = replace(GREEDY, late=True, logprobs=LogprobsRequest(2, (7,)), repetition_penalty=1.5)
+        joins = [RowJoin(5, 0, plain, 7), RowJoin(2, 1, told, 7, np.array(prompts[1], np.int32))]
+        joins.append(RowJoin(0, 2, GREEDY, 7))
+        plan = twins.driver.plan(joins=joins, pieces=[Piece(row, 0, prompts[i]) for i, row in enumerate((5, 2, 0))])
+        assert len(await twins.run_plan(keeping(keeping(plan, 5), 2))) == 1
+        masks = np.full((2, 16), 0xFFFFFFFF, np.uint32)
+        masks[1] = 0
+        masks[1, 3] = 0xF0
+        late = late_plan(twins.driver.plan(decode=[0, 5, 2]), [5, 2], 2, masks=masks)
+        assert (await twins.run_plan(late))[1] in range(100, 104)
+        bias = RowBias(np.array([9, 400], np.int32), np.array([-np.inf, 30.0], np.float32))
+        late = late_plan(twins.driver.plan(decode=[0, 2]), [2, 5], 1, biases=(bias, None))
+        assert (await twins.run_plan(late))[0] == 400
+        await twins.run(decode=[0])
+        alone = late_plan(twins.driver.plan(), [2], 0, biases=(RowLogits(np.eye(512, dtype=np.float32)[77]),))
+        assert await twins.run_plan(alone) == [77]
+        forced = twins.driver.plan(pieces=[Piece(2, 9, [77, 8, 9])], decode=[0])
+        await twins.run_plan(keeping(forced, 2))
+        await twins.run_plan(late_plan(twins.driver.plan(decode=[0, 2]), [2], 1))
+
+    @pytest.mark.blocks_loop
+    @pytest.mark.full
+    async def test_further_choices(twins: Twins) -> None:
+        prompt = np.random.default_rng(6).integers(3, 512, 16).tolist()
+        settings = [replace(seeded(3, choice=i), logprobs=LogprobsRequest(1)) for i in range(3)]
+        await twins.run(joins=[RowJoin(5, 9, GREEDY, 16)], pieces=[Piece(5, 0, prompt)])
+        for row in (1, 2):
+            twins.driver.share(source=5, target=row, positions=16)
+        joins = [RowJoin(row, row, each, 16) for row, each in enumerate(settings)]
+        plan = twins.driver.plan(joins=joins, pieces=[Piece(0, 0, prompt)], decode=[5], keep=[1, 2])
+        for row in (1, 2):
+            twins.driver.move(row, 16)
+        assert len(await twins.run_plan(replace(plan, forks=(Fork(0, 2), Fork(0, 1))))) == 4
+        await twins.run(decode=[0, 2, 5, 1])
+        late = [replace(GREEDY, late=True), replace(seeded(4, choice=1), late=True)]
+        twins.driver.share(source=5, target=7, positions=16)
+        joins = [RowJoin(6, 3, late[0], 16), RowJoin(7, 4, late[1], 16)]
+        plan = twins.driver.plan(joins=joins, pieces=[Piece(6, 0, prompt)], decode=[5], keep=[7])
+        twins.driver.move(7, 16)
+        await twins.run_plan(keeping(replace(plan, forks=(Fork(0, 7),)), 6))
+        await twins.run_plan(late_plan(twins.driver.plan(decode=[5, 7, 6]), [7, 6], 2))
 
     @pytest.mark.blocks_loop
     async def test_blocks_are_copied_before_they_are_read(twins: Twins) -> None:
