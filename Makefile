@@ -27,10 +27,11 @@ lint: .venv/.dev
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m mypy
 
-# What planning and the engine cost without a model; then asyncllm beside its peers, which writes benchmarks/results/.
+# What planning, the engine and HTTP cost without a model; then asyncllm beside its peers, which writes benchmarks/results/.
 bench: .venv/.dev
 	@$(PYTHON_IN_VENV) -m benchmarks.planning
 	@$(PYTHON_IN_VENV) -m benchmarks.engine_cost
+	@$(PYTHON_IN_VENV) -m benchmarks.http_cost
 	@$(PYTHON_IN_VENV) -m benchmarks.compare
 
 clean:

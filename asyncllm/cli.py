@@ -72,14 +72,21 @@ def _demo(chosen: argparse.Namespace) -> int:
 
     model = find_smollm2()
     config, params = _settings(EngineConfig, chosen), _settings(SamplingParams, chosen)
+    _check_one_answer(params)
     _note(f"loading {Path(model).name}")
     timing = asyncio.run(answer())
     print(f"\n\n{timing}")
     return OK
 
 
+def _check_one_answer(params: SamplingParams) -> None:
+    if params.n > 1:
+        raise InvalidParamsError("n: what is printed while it comes can only be one answer")
+
+
 def _chat(chosen: argparse.Namespace) -> int:
     config, params = _settings(EngineConfig, chosen), _settings(SamplingParams, chosen)
+    _check_one_answer(params)
     messages: list[Message] = [{"role": "system", "content": chosen.system}] if chosen.system else []
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # gives input() line editing; not on every platform
@@ -126,9 +133,12 @@ def _generate(chosen: argparse.Namespace) -> int:
                 await _print_answer(engine, prompt, params)
                 print()
             else:
-                print((await engine.generate(prompt, params)).text)
+                for choice in (await engine.generate(prompt, params)).choices:
+                    print(choice.text)
 
     config, params = _settings(EngineConfig, chosen), _settings(SamplingParams, chosen)
+    if chosen.stream:
+        _check_one_answer(params)
     prompt = _read_standard_input() if chosen.prompt == "-" else chosen.prompt
     asyncio.run(complete())
     return OK

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from asyncllm.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KVCacheDType = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw", "processed"]
@@ -27,7 +28,9 @@ class EngineConfig:
     the machine at start."""
 
     dtype: DType = "auto"
-    """Of weights and activations."""
+    """Of activations, and of weights that are not kept packed. "float32" and "float16" unpack them exactly."""
+    quantization: Quantization = "auto"
+    """"auto" keeps the packed weights of a file packed where that is faster; "none" unpacks them to `dtype`."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     load_format: LoadFormat = "auto"
@@ -73,6 +76,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
+        _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
         _one_of("logprobs_mode", self.logprobs_mode, LogprobsMode.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType.__args__)  # type: ignore[attr-defined]

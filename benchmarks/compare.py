@@ -22,13 +22,16 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from asyncllm.cli import find_smollm2
 from asyncllm.config import EngineConfig
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import PROFILES
 from benchmarks.child import Order
-from benchmarks.figures import Comparison, Figures, PeerRun, Sample
+from benchmarks.figures import Comparison, Figures, PeerRun, ProductRate, Sample
 from benchmarks.peers import PEERS
+from benchmarks.products import measure_products
 from benchmarks.reference import check_runs
 from benchmarks.report import write_report
 
@@ -47,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workloads = PROFILES[chosen.profile]
     names = chosen.workload or list(workloads)
     runs = []
+    products: list[ProductRate] = []
     for engine in engines:
         with tempfile.TemporaryDirectory() as folder:
             order = Order(
@@ -59,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 output=str(Path(folder) / "run.json"),
             )
             runs.append(run_child(order))
+        if not products and not torch.cuda.is_available():  # beside the first engine, which is compared with them
+            products = measure_products(model)
     comparison = Comparison(
         command=shlex.join(["python", "-m", "benchmarks.compare", *(sys.argv[1:] if arguments is None else arguments)]),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -68,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         passes=chosen.passes,
         runs=runs,
         checks=check_runs(model, runs),
+        products=products,
     )
     paths = write_report(comparison, chosen.output, chosen.name or chosen.profile)
     print(paths[1].read_text(encoding="utf-8"))

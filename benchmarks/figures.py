@@ -86,6 +86,20 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRate:
+    """The matrix products of all layers by themselves, in bfloat16."""
+
+    rows: int
+    seconds: float  # through `torch.nn.functional.linear`
+    blocked_seconds: float | None = None  # through oneDNN's own order of weights, where it has one
+
+    @property
+    def rate(self) -> float:
+        """Rows a second: what a prompt's tokens could be computed at, if products were all."""
+        return self.rows / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole run of the harness."""
 
@@ -97,3 +111,4 @@ class Comparison:
     passes: int
     runs: list[PeerRun]
     checks: list[Check] = field(default_factory=list)
+    products: list[ProductRate] = field(default_factory=list)  # measured on a CPU, by rising number of rows

@@ -23,7 +23,7 @@ import torch
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.layers.attention import LayerCache
-from asyncllm.layers.parameter import Placement
+from asyncllm.layers.parameter import Placement, Slot
 from asyncllm.metrics import StepTimes
 from asyncllm.models.checkpoint import fill_weights
 from asyncllm.models.configuration import ModelConfig
@@ -215,6 +215,7 @@ def check_tokens(folder: Path, samples: Sequence[Sample]) -> Check:
         )
         parameters = dict(reference.named_parameters())
         for name, slot in model.slots():
+            assert isinstance(slot, Slot)
             parameters[name].copy_(slot.target)
         gaps: list[float] = []
         for sample in samples:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, Sample
+from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, ProductRate, Sample
 
 MEDIAN, P99 = PERCENTS.index(50), PERCENTS.index(99)
 README_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
@@ -38,6 +38,7 @@ def comparison_from_json(text: str) -> Comparison:
         for run in plain["runs"]
     ]
     plain["checks"] = [Check(**check) for check in plain["checks"]]
+    plain["products"] = [ProductRate(**rate) for rate in plain.get("products", [])]
     return Comparison(**plain)
 
 
@@ -74,6 +75,7 @@ def markdown(comparison: Comparison, plot: str) -> str:
         "",
         *(_check_line(check) for check in comparison.checks),
         "",
+        *_product_lines(comparison),
         *(f"- {key}: {value}" for key, value in comparison.environment.items()),
         f"- date: {comparison.date}; passes: {comparison.passes} (the one with the median rate is shown)",
         f"- command: `{comparison.command}`",
@@ -87,6 +89,37 @@ def _check_line(check: Check) -> str:
         f"- {check.engine}: {verdict}. {check.equal} of {check.tokens} tokens are the argmax; the worst lies "
         f"{check.worst:.3f} under it (bound {check.bound})."
     )
+
+
+def _product_lines(comparison: Comparison) -> list[str]:
+    """The products alone, and how near the first engine's prompts come to them."""
+    if not comparison.products:
+        return []
+    times = "; ".join(_product_times(each) for each in comparison.products)
+    engine = comparison.runs[0].engine
+    return [
+        "Matrix products of all layers alone in bfloat16, through `torch.nn.functional.linear` (in brackets: with",
+        f"weights in oneDNN's own order), the fastest of some rounds: {times}.",
+        "",
+        *(
+            f"- {figures.workload}: {engine} computes prompts at {share:.0%} of the rate of the products alone."
+            for figures, share in _prefill_shares(comparison)
+        ),
+        "",
+    ]
+
+
+def _product_times(products: ProductRate) -> str:
+    blocked = "" if products.blocked_seconds is None else f" ({1000 * products.blocked_seconds:,.1f})"
+    return f"{1000 * products.seconds:,.1f}{blocked} ms for {products.rows} rows"
+
+
+def _prefill_shares(comparison: Comparison) -> list[tuple[Figures, float]]:
+    """Of the first engine's workloads that are all prompt: their rate, as a share of the products' alone."""
+    if not comparison.products:
+        return []
+    ceiling, figures = comparison.products[-1].rate, comparison.runs[0].figures
+    return [(each, each.input_rate / ceiling) for each in figures if _is_prefill(each.workload)]
 
 
 def _table_lines(comparison: Comparison) -> list[str]:
@@ -116,6 +149,11 @@ def readme_section(comparison: Comparison, results: str) -> str:
     tokens = sum(check.tokens for check in comparison.checks)
     equal = sum(check.equal for check in comparison.checks)
     processor = comparison.environment["processor"]
+    shares = "".join(
+        f" {ours.engine} computes the prompts of\n`{figures.workload}` at {share:.0%} of the rate of the model's bf16 "
+        "matrix products alone, measured in the same run."
+        for figures, share in _prefill_shares(comparison)
+    )
     return f"""{comparison.model} on {processor}, one run, each engine in a process of its own:
 
 {_readme_table(comparison)}
@@ -123,7 +161,7 @@ def readme_section(comparison: Comparison, results: str) -> str:
 ![output rate, time to first token and time between tokens of {ours.engine} and {theirs.engine}]({results}.png)
 
 The times are medians, {ours.engine} / {theirs.engine}. Of {tokens} greedy tokens of both, {equal} are a float32 model's
-argmax. Settings and circumstances are in `{results}.md`; `make bench` measures again (`{comparison.command}`).
+argmax.{shares} Settings and circumstances are in `{results}.md`; `make bench` measures again (`{comparison.command}`).
 """
 
 

@@ -34,11 +34,13 @@ def structured_table(found: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Of the suite's {suite['instances']:,} instances, {len(suite['too_loose'])} that are not valid were possible. "
-        f"Over a device that takes {batch['step_ms']:g} ms a step, 64 rows of which half have a schema make "
+        "Over a "
+        f"device that takes {batch['step_ms']:g} ms a step, 64 rows of which half have a schema make "
         f"{_change(batch['loss'])} tokens a second than 64 without, and a row without one goes "
         f"{_change(batch['loss_of_a_free_row'], ('slower', 'faster'))} "
         f"({batch['processor_us_per_token']['half']:g} µs of processor time a token, in place of "
-        f"{batch['processor_us_per_token']['none']:g}).",
+        f"{batch['processor_us_per_token']['none']:g}); {batch['cores']} cores with a load average of "
+        f"{batch['load']:g}.",
     ]
     model = found.get("model")
     if model:

@@ -47,7 +47,7 @@ ROWS = (1, 16, 32, 64, 128, 256)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
 PROGRAMS = range(90, 1100)
 WORTH = 0.98
-"""Ours must take at most this part of the library's time: the library has no steps of its own kind to run through."""
+"""Ours must take at most this part of the library's time: what differs less is a matter of chance."""
 
 
 @dataclass(frozen=True, slots=True)

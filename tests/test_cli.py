@@ -170,6 +170,14 @@ def test_generate_prints_the_completion(tiny: str, flags: list[str], capsys: pyt
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_generate_prints_every_choice(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-tokens", "6", "--temperature", "0", "--n", "3"]
+    assert cli.main(["generate", tiny, "hello", *flags]) == 0
+    assert capsys.readouterr().out == f"{greedy(tiny, 'hello', 6)}\n" * 3
+    assert cli.main(["generate", tiny, "hello", "--stream", *flags]) == 2
+    assert "n: " in capsys.readouterr().err
+
+
 def test_generate_reads_standard_input(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ class ChatChunks:
         self._choices = [_Choice(make_answer(), f'{opening}{index},"delta":') for index in range(n)]
         self._usage_field = ',"usage":null' if include_usage and not continuous_usage else ""
         self._text_end = f'}},"logprobs":null,"finish_reason":null}}]{self._usage_field}}}\n\n'
-        self._text_starts = [f'{choice.prefix}{{"content":' for choice in self._choices]
+        self._starts: list[str | None] = [None] * n  # of a chunk that is only text; None until the choice is open
         self._simple = plain and not (logprobs or token_ids or continuous_usage)
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -61,10 +61,9 @@ class ChatChunks:
 
     def render(self, delta: TokenDelta) -> str:
         """All events that follow from a delta; maybe none."""
-        if self._simple and delta.finish_reason is None and self._choices[delta.index].opened:
-            if not delta.text:
-                return ""
-            return self._text_starts[delta.index] + escape(delta.text) + self._text_end
+        start = self._starts[delta.index]
+        if start is not None and delta.finish_reason is None:
+            return f"{start}{escape(delta.text)}{self._text_end}" if delta.text else ""
         return self._render(delta)
 
     def usage(self, usage: Usage) -> str:
@@ -80,6 +79,8 @@ class ChatChunks:
         parts = []
         if not choice.opened:
             choice.opened = True
+            if self._simple:
+                self._starts[delta.index] = f'{choice.prefix}{{"content":'
             parts.append(self._event(choice, {"role": "assistant", "content": ""}))
         pieces = list(choice.answer.push(delta.text))
         if delta.finish_reason is not None:

@@ -67,13 +67,17 @@ class Generation:
 
     def seen(self, delta: TokenDelta, position: int = 0) -> None:
         """A delta leaves. Raises 504 where the server's own limit ended the request."""
-        observation = self._observations[position]
-        observation.tokens(len(delta.token_ids))
+        self._observations[position].tokens(len(delta.token_ids))
         if delta.finish_reason is not None:
-            if delta.usage is not None:
-                self._open.discard(position)
-                observation.end(self.streams[position].metrics, delta.usage, delta.finish_reason)
-            self._check(delta.finish_reason)
+            self._seen_last(delta, position)
+
+    def _seen_last(self, delta: TokenDelta, position: int) -> None:
+        reason = delta.finish_reason
+        assert reason is not None
+        if delta.usage is not None:
+            self._open.discard(position)
+            self._observations[position].end(self.streams[position].metrics, delta.usage, reason)
+        self._check(reason)
 
     def _check(self, reason: FinishReason) -> None:
         if reason is FinishReason.DEADLINE and self._server_limits:

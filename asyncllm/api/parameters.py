@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from asyncllm.api.errors import InvalidRequest
@@ -31,7 +32,17 @@ def sampling_params(
     if limit is not None and max_tokens is not None and max_tokens > limit:
         raise InvalidRequest(f"max_tokens may be at most {limit} here, got {max_tokens}", param="max_tokens")
     given |= {"n": n, "max_tokens": limit if max_tokens is None else max_tokens} | others
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return _plain_params(tuple(chosen.items()))
+    except TypeError:  # lists and mappings have no hash
+        return SamplingParams(**chosen)
+
+
+@lru_cache(maxsize=256)
+def _plain_params(chosen: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    """Checking forty fields takes longer than all else that a request is asked for, and clients repeat themselves."""
+    return SamplingParams(**dict(chosen))
 
 
 def request_options(body: RequestFields, settings: ApiSettings, salt: str | None) -> RequestOptions:

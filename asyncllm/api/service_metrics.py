@@ -71,6 +71,7 @@ class ServiceMetrics:
         self._finished: Counter[str] = Counter()
         self.recent_first: deque[float] = deque(maxlen=RECENT)
         self.recent_between: deque[float] = deque(maxlen=RECENT)
+        self.unsettled: list[float] = []  # times between tokens, not yet among those below
         self.first_token = _Histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self.between_tokens = _Histogram(
             "inter_token_latency_seconds", "Between one token of a request and the next.", _BETWEEN_TOKENS
@@ -89,8 +90,16 @@ class ServiceMetrics:
         """A request has arrived."""
         return RequestObservation(self)
 
+    def settle(self) -> None:
+        """Count what was only noted down: a token that leaves has no time for it."""
+        for between in self.unsettled:
+            self.between_tokens.observe(between)
+        self.recent_between.extend(self.unsettled)
+        self.unsettled.clear()
+
     def recent(self) -> RecentTimes:
         """How it went lately."""
+        self.settle()
         return RecentTimes(
             _percentile(self.recent_first, 0.5),
             _percentile(self.recent_first, 0.95),
@@ -100,6 +109,7 @@ class ServiceMetrics:
 
     def render(self, statistics: EngineStatistics, accept: str = "") -> tuple[bytes, str]:
         """The answer to a scrape, and its content type: OpenMetrics for who accepts that, else Prometheus' text."""
+        self.settle()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Snapshot(lambda: self._families(statistics)))
         encode, content_type = exposition.choose_encoder(accept)
@@ -184,6 +194,11 @@ class RequestObservation:
             return
         now, last, metrics = clock(), self._last, self._metrics
         self._last = now
+        if count == 1 and last is not None:  # what nearly all are
+            metrics.unsettled.append(now - last)
+            if len(metrics.unsettled) > RECENT:
+                metrics.settle()
+            return
         if last is None:
             metrics.first_token.observe(now - self._started)
             metrics.recent_first.append(now - self._started)

@@ -98,6 +98,8 @@ def _chosen(setting: str | None, guess: Callable[[str], str | None], template: s
 
 async def all_of(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run side by side. The first failure, or a cancellation, ends the others before it is raised."""
+    if len(work) == 1:
+        return [await work[0]]
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

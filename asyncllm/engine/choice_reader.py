@@ -9,23 +9,23 @@ from asyncllm.results import Choice, PositionLogprobs, TokenDelta, Usage
 class ChoiceReader:
     """Reads one box of a mailbox. On the stream's event loop."""
 
-    __slots__ = ("_index", "_mailbox", "_read", "box")
+    __slots__ = ("_index", "_mailbox", "box", "read")
 
     def __init__(self, mailbox: Mailbox, index: int) -> None:
         self._mailbox = mailbox
         self._index = index
-        self._read = 0  # how many of the ids are past
+        self.read = 0  # how many of the ids are past
         self.box = mailbox.choices[index]
 
     @property
     def unread(self) -> bool:
         """Whether there are ids that are not past."""
-        return len(self.box.ids) > self._read
+        return len(self.box.ids) > self.read
 
     def next_delta(self) -> TokenDelta:
         """What is new, and not the end."""
-        box, read = self.box, self._read
-        known = self._read = len(box.ids)
+        box, read = self.box, self.read
+        known = self.read = len(box.ids)
         if box.scores is not None:
             text, ids = "".join(box.texts[read:known]), tuple(box.ids[read:known])
             return TokenDelta(text, ids, self._index, logprobs=self._logprobs(read, known))
@@ -35,9 +35,9 @@ class ChoiceReader:
 
     def last_delta(self, usage: Usage | None) -> TokenDelta:
         """What is left of a choice that has ended. `usage`: where it is the request's last one."""
-        box, end, read = self.box, self.box.end, self._read
+        box, end, read = self.box, self.box.end, self.read
         assert end is not None
-        known = self._read = len(box.ids)
+        known = self.read = len(box.ids)
         text = "".join(box.texts[read:]) + end.tail
         logprobs = self._logprobs(read, known)
         return TokenDelta(text, tuple(box.ids[read:]), self._index, end.reason, end.stop_reason, usage, logprobs)

@@ -14,7 +14,7 @@ import anyio
 
 from asyncllm.engine import process
 from asyncllm.engine.choice_reader import ChoiceReader
-from asyncllm.engine.mailbox import Mailbox, Stage
+from asyncllm.engine.mailbox import Ending, Mailbox, Stage
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
@@ -84,26 +84,54 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        mailbox = self._mailbox
+        if len(self._choices) > 1:
+            return await self._next_of_many()
+        mailbox, reader = self._mailbox, self._choices[0]
+        box = reader.box
+        ids, texts = box.ids, box.texts
         if self._loop is None and not self._over:
             await self.start()
-        elif mailbox.ending is None and self._is_more_there():
+        elif len(ids) > reader.read and mailbox.ending is None:
             await self._pause()
         while True:
-            delta = self._next_delta()
-            if delta is not None:
-                return delta
+            ending = mailbox.ending  # before the ids are counted: it is set after the last of them
+            read, known = reader.read, len(ids)
+            if ending is not None or self._over:
+                return self._last_delta(ending)
+            if known > read:
+                if known == read + 1 and box.scores is None:
+                    reader.read = known
+                    return TokenDelta(texts[read] if texts else "", (ids[read],))
+                return reader.next_delta()
+            if mailbox.failure is not None:
+                return self._last_delta(None)
             waiter = self._make_waiter()
-            if self._is_more_there():  # it came before the engine could see the waiter
+            if len(ids) > known or mailbox.done:  # it came before the engine could see the waiter
                 mailbox.waiter = None
                 continue
             try:
                 await waiter
             except BaseException:
-                if mailbox.waiter is waiter:
-                    mailbox.waiter = None
-                self._leave()
+                self._give_up(waiter)
                 raise
+
+    async def _next_of_many(self) -> TokenDelta:
+        """The same where there are several choices."""
+        if self._loop is None and not self._over:
+            await self.start()
+        elif self._mailbox.ending is None and self._is_more_there():
+            await self._pause()
+        while (delta := self._delta_of_many()) is None:
+            waiter = self._make_waiter()
+            if self._is_more_there():
+                self._mailbox.waiter = None
+                continue
+            try:
+                await waiter
+            except BaseException:
+                self._give_up(waiter)
+                raise
+        return delta
 
     async def result(self) -> Completion:
         """Everything that the request came to, what was read before included.
@@ -193,37 +221,44 @@ class TokenStream:
         waiter = self._mailbox.waiter = self._check_loop().create_future()
         return waiter
 
-    def _next_delta(self) -> TokenDelta | None:
-        """What can be read now; None where that is nothing."""
-        if self._over:
-            raise StopAsyncIteration
-        mailbox, readers = self._mailbox, self._readers
-        ending = mailbox.ending  # before anything is counted: it is set last
-        for _ in range(len(readers)):
-            reader = readers[0]
-            if reader.box.end is not None:
-                if len(readers) > 1:
+    def _give_up(self, waiter: asyncio.Future[None]) -> None:
+        """The task that waited was cancelled."""
+        if self._mailbox.waiter is waiter:
+            self._mailbox.waiter = None
+        self._leave()
+
+    def _delta_of_many(self) -> TokenDelta | None:
+        """What can be read now, of the choice whose turn it is; None where that is nothing."""
+        ending, readers = self._mailbox.ending, self._readers  # the ending first: it is set last
+        if not self._over:
+            for _ in range(len(readers)):
+                reader = readers[0]
+                if reader.box.end is None:
+                    readers.rotate(-1)
+                    if reader.unread:
+                        return reader.next_delta()
+                elif len(readers) > 1:
                     return readers.popleft().last_delta(None)
-                if ending is not None:
-                    self._finish()
-                    return reader.last_delta(ending.usage)
-            elif reader.unread:
-                readers.rotate(-1)
-                return reader.next_delta()
-            readers.rotate(-1)
-        if mailbox.failure is not None:
-            self._finish()
-            raise mailbox.failure
+        if ending is not None or self._over or self._mailbox.failure is not None:
+            return self._last_delta(ending)
         return None
 
+    def _last_delta(self, ending: Ending | None) -> TokenDelta:
+        """What is left once no more will come."""
+        if self._over:
+            raise StopAsyncIteration
+        self._finish()
+        if ending is None:
+            assert self._mailbox.failure is not None
+            raise self._mailbox.failure
+        return self._readers[0].last_delta(ending.usage)
+
     def _is_more_there(self) -> bool:
-        """Whether `_next_delta` has something to say."""
-        if self._mailbox.done:
-            return True
+        """Whether `_delta_of_many` has something to say. The last end is told with the request's, which follows it."""
         readers = self._readers
-        if len(readers) == 1:  # whose end is told with the request's, which follows at once
-            return readers[0].unread and readers[0].box.end is None
-        return any(reader.unread or reader.box.end is not None for reader in readers)
+        if self._mailbox.done or any(reader.unread and reader.box.end is None for reader in readers):
+            return True
+        return len(readers) > 1 and any(reader.box.end is not None for reader in readers)
 
     def _outcome(self, choice: Choice) -> Choice:
         """With what `Choice.parsed` gives, or the error that it raises."""

@@ -72,10 +72,9 @@ class Tiling:
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
 
-    @property
-    def most_parts(self) -> int:
+    def most_parts(self, *, small: bool) -> int:
         """By how much the units, a KV head, can exceed the tiles; parts of split tiles are under twice as many."""
-        return _WAVES * self.share
+        return (_WAVES if small else 3) * self.share
 
     def room(self, tiles: int, *, small: bool) -> int:
         """The units, a KV head, that so many tiles are cut into at most.
@@ -84,7 +83,7 @@ class Tiling:
         the end, but not where they are many enough as they are: a program that finds no unit costs some time.
         """
         if not small:
-            return tiles + 3 * self.share
+            return tiles + self.most_parts(small=False)
         if tiles <= 2:
             return tiles + 2 * self.share
         return max(3 * self.share, min(_WAVES * self.share, _WAVES * tiles // 4), tiles + 2 * self.share)
@@ -234,9 +233,9 @@ def make_attention_plan(
     else:
         shared_rows = 0
     # lines of either launch: parts of split tiles; of members of shared tiles, each one's own parts and its shared ones
-    lines = 2 * max(each.most_parts * each.rows for each in tilings)
+    lines = 2 * max(each.most_parts(small=each is small) * each.rows for each in tilings)
     if shared_rows:
-        lines += 2 * shape.group * max_sequences + small.most_parts * (shape.group + shared_rows)
+        lines += 2 * shape.group * max_sequences + small.most_parts(small=True) * (shape.group + shared_rows)
     sequences = next_power_of_2(max_sequences)
 
     def zeros(*size: int) -> torch.Tensor:
@@ -258,7 +257,7 @@ def make_attention_plan(
             lines * shape.kv_heads * next_power_of_2(shape.head_dim), dtype=torch.float32, device=device
         ),
         statistics=torch.empty(2 * lines * shape.kv_heads, dtype=torch.float32, device=device),
-        arrivals=zeros(max(max_sequences, 2 * large.most_parts) * shape.kv_heads),
+        arrivals=zeros(max(max_sequences, 2 * large.most_parts(small=False)) * shape.kv_heads),
         prefixes=zeros(7, sequences),
         members=zeros(sequences, MEMBER_FIELDS),
         compared=zeros(1),
@@ -421,6 +420,7 @@ def _plan_kernel(
     SMALL_SHARE: tl.constexpr,
     SMALL_LEAST: tl.constexpr,
     SMALL_WHOLE: tl.constexpr,
+    SMALL_WAVES: tl.constexpr,
     LARGE_ROWS: tl.constexpr,
     LARGE_KEYS: tl.constexpr,
     LARGE_SHARE: tl.constexpr,
@@ -444,13 +444,13 @@ def _plan_kernel(
     if SMALL_ROWS:
         _plan_list(
             small_units, totals, prefixes, members, rows, me, others, starts, tl.where(is_small, packed, 0), contexts,
-            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SMALL_WHOLE, MATES, True,
-            SEQUENCES, FIELDS, MEMBER_FIELDS,
+            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SMALL_WHOLE, SMALL_WAVES,
+            MATES, True, SEQUENCES, FIELDS, MEMBER_FIELDS,
         )  # fmt: skip
     _plan_list(
         large_units, totals + 1, prefixes, members, rows, me, others, starts, tl.where(is_small, 0, packed), contexts,
-        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, 0, False, SEQUENCES, FIELDS,
-        MEMBER_FIELDS,
+        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, 0, 0, False, SEQUENCES,
+        FIELDS, MEMBER_FIELDS,
     )  # fmt: skip
 
 
@@ -474,6 +474,7 @@ def _plan_list(
     SHARE: tl.constexpr,
     LEAST: tl.constexpr,
     WHOLE: tl.constexpr,
+    WAVES: tl.constexpr,
     MATES: tl.constexpr,
     SMALL: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -501,7 +502,10 @@ def _plan_list(
     whole = 0
     if SMALL:
         few = num_tiles <= 2
-        share = tl.where(few, 2 * SHARE, tl.maximum(room - num_tiles, 1))
+        # as `Tiling.room`, of the tiles that there are instead of those that there could be
+        target = tl.minimum(WAVES * SHARE, WAVES * num_tiles // 4)
+        target = tl.maximum(target, tl.maximum(num_tiles + 2 * SHARE, 3 * SHARE))
+        share = tl.where(few, 2 * SHARE, tl.maximum(tl.minimum(target, room) - num_tiles, 1))
         least = tl.where(num_tiles > SHARE, LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:
@@ -664,6 +668,7 @@ def plan_attention(
         SMALL_SHARE=small.share,
         SMALL_LEAST=small.least_blocks,
         SMALL_WHOLE=small.whole_blocks,
+        SMALL_WAVES=_WAVES,
         LARGE_ROWS=large.rows,
         LARGE_KEYS=large.keys,
         LARGE_SHARE=large.share,

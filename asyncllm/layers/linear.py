@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +12,52 @@ from torch.nn import functional
 from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
 from asyncllm.kernels.uniform_linear import uniform_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
+from asyncllm.layers.cpu_linear import CpuGatedLinear, CpuLinear
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot, dense
 from asyncllm.layers.product_table import AnyTiling, Product, device_table
+
+
+class WeightedLayer(Protocol):
+    """A layer that multiplies."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of what it cannot do without."""
+        ...
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of what it holds only to be faster."""
+        ...
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        ...
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the norm of x: [n, in] → [n, out]."""
+        ...
+
+
+class LinearLayer(WeightedLayer, Protocol):
+    """y = x Wᵀ + b in any form."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] → [n, out]."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """To `residual` [n, out], in place: x [n, in] times W."""
+        ...
+
+    def tie(self, table: Tensor) -> Loadable:
+        """Multiply with `table`, a parameter of another layer, once that is loaded through the place returned."""
+        ...
+
+    def replace(self, weight: CheckpointTensor) -> None:
+        """Multiply with a copy of `weight` from now on."""
+        ...
 
 
 class Linear:
@@ -25,6 +69,7 @@ class Linear:
         out_features = sum(self.parts.values())
         self.weight = placement.empty(out_features, in_features)
         self.bias = placement.empty(out_features) if bias else None
+        self._tied = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out]."""
@@ -46,6 +91,26 @@ class Linear:
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", Slot(self.bias[start : start + size], initial=0.0)
             start += size
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeightedLayer`; nothing for a table that belongs to another layer."""
+        own = 0 if self._tied else self.weight.nbytes
+        return own + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return 0
+
+    def tie(self, table: Tensor) -> Slot:
+        """See `LinearLayer`."""
+        self.weight, self._tied = table, True
+        return Slot(table)
+
+    def replace(self, weight: CheckpointTensor) -> None:
+        """See `LinearLayer`."""
+        self.weight, self._tied = torch.empty_like(self.weight).copy_(dense(weight)), False
 
 
 class KernelLinear(Linear):
@@ -97,7 +162,7 @@ class UniformLinear(Linear):
 class GatedLinear:
     """f(x Wg) · (x Wu): both products are one, and f is an activation."""
 
-    def __init__(self, linear: Linear, activation: GatedActivation | KernelGatedActivation) -> None:
+    def __init__(self, linear: LinearLayer, activation: GatedActivation | KernelGatedActivation) -> None:
         """`linear` has the gate's features first, then as many others."""
         self.linear = linear
         self.activation = activation
@@ -106,7 +171,17 @@ class GatedLinear:
         """Of the norm of x: [n, in] → [n, out]."""
         return self.activation(self.linear.normed(x, norm))
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.weight_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.copy_bytes
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
         """The checkpoint tensors of this layer, under `prefix`."""
         return self.linear.slots(prefix)
 
@@ -141,21 +216,35 @@ class KernelGatedLinear:
             tiling=tiling,
         )
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+    @property
+    def weight_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.weight_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `WeightedLayer`."""
+        return self.linear.copy_bytes
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
         """The checkpoint tensors of this layer, under `prefix`."""
         return self.linear.slots(prefix)
 
 
-def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> Linear:
+def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> LinearLayer:
     """The product in the form that suits `placement`."""
+    if placement.products is not None:
+        return CpuLinear(in_features, parts, bias=bias, placement=placement)
     form = (UniformLinear if placement.deterministic else KernelLinear) if placement.kernels else Linear
     return form(in_features, parts, bias=bias, placement=placement)
 
 
 def make_gated_linear(
     in_features: int, parts: Mapping[str, int], activation: str, *, bias: bool, placement: Placement
-) -> GatedLinear | KernelGatedLinear:
+) -> WeightedLayer:
     """The gated product in the form that suits `placement`; `parts` are the gate and what is gated."""
+    if placement.products is not None:
+        return CpuGatedLinear(in_features, parts, activation, bias=bias, placement=placement)
     linear = make_linear(in_features, parts, bias=bias, placement=placement)
     gate = make_gated_activation(activation, placement)
     if isinstance(linear, KernelLinear) and isinstance(gate, KernelGatedActivation):

@@ -79,11 +79,11 @@ class NormedPagedAttention(PagedAttention):
 
 
 class AttentionLayer(Protocol):
-    """What a decoder layer needs of either form; `rotation` and `batch` are of the kind that goes with it."""
+    """What a decoder layer needs of either form; `rotation`, `cache` and `batch` are of the kind that goes with it."""
 
     cache: LayerCache
 
-    def __call__(self, qkv: Tensor, rotation: Any, cache: Tensor, batch: Any) -> Tensor:
+    def __call__(self, qkv: Tensor, rotation: Any, cache: Any, batch: Any) -> Tensor:
         """[n, (num_heads + 2 · num_kv_heads) · head_dim] → [n, num_heads · head_dim]."""
         ...
 

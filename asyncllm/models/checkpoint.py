@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import CheckpointError
+from asyncllm.layers.parameter import CheckpointTensor, dense
 from asyncllm.models.llama import Llama
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -16,7 +17,7 @@ _COMPUTED = ".rotary_emb.inv_freq"
 """Old checkpoints store what the config says already."""
 
 
-def load_weights(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: Llama, tensors: Iterable[tuple[str, CheckpointTensor]]) -> None:
     """Copy every tensor into its place, one at a time.
 
     Raises `CheckpointError` where a tensor has no place or a place gets no tensor. As in transformers, a config that
@@ -30,7 +31,7 @@ def load_weights(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if name.endswith(_COMPUTED):
             continue
         if name == HEAD and model.config.tied_head:
-            spare_head = tensor.clone()
+            spare_head = dense(tensor).clone()
         elif name not in slots:
             raise CheckpointError(f"the checkpoint holds {name!r}, for which this model has no place")
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asyncllm.layers.attention import AttentionBatch
+from asyncllm.layers.attention import AttentionBatch, CacheLayer
 from asyncllm.layers.paged_attention import PagedBatch
 
 
@@ -22,4 +22,5 @@ class ForwardBatch:
     lengths: Tensor | None  # [n], for a rope that depends on length: see `layers/rope.py`
     sampled: Tensor | None  # [s]: the tokens whose logits are wanted; None: all, in their order
     attention: tuple[AttentionBatch, ...] | tuple[PagedBatch, ...]  # one per cache group
-    cache: Tensor  # [layers of a group, 2, blocks, kv_heads, block_size, head_dim], keys and values
+    cache: tuple[CacheLayer, ...] | Tensor
+    """Of each layer of a group; on a GPU [layers of a group, 2, blocks, kv_heads, block_size, head_dim]."""

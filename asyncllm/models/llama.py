@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.embedding import make_embedding
-from asyncllm.layers.linear import make_gated_linear, make_linear
+from asyncllm.layers.linear import WeightedLayer, make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
-from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot
 from asyncllm.layers.rope import Rotation, TabledRotation, make_rotary_embedding
 from asyncllm.models.configuration import Family, ModelConfig
 from asyncllm.models.forward_batch import ForwardBatch
@@ -93,16 +92,25 @@ class DecoderLayer:
         self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
         self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """The checkpoint tensors of this layer, under `prefix`."""
+    def linears(self) -> Iterator[tuple[str, WeightedLayer]]:
+        """The products, with the part of their names that stands before theirs."""
+        yield "self_attn.", self.qkv
+        yield "self_attn.", self.output
+        yield "mlp.", self.gate_up
+        yield "mlp.", self.down
+
+    def norm_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """The checkpoint tensors of this layer that are no product's, under `prefix`."""
         yield f"{prefix}input_layernorm.weight", self.attention_norm.slot()
-        yield from self.qkv.slots(f"{prefix}self_attn.")
         if isinstance(self.attention, NormedAttention | NormedPagedAttention):
             yield from self.attention.slots(f"{prefix}self_attn.")
-        yield from self.output.slots(f"{prefix}self_attn.")
         yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.slot()
-        yield from self.gate_up.slots(f"{prefix}mlp.")
-        yield from self.down.slots(f"{prefix}mlp.")
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
+        """The checkpoint tensors of this layer, under `prefix`."""
+        yield from self.norm_slots(prefix)
+        for name, linear in self.linears():
+            yield from linear.slots(prefix + name)
 
 
 class Llama:
@@ -124,8 +132,9 @@ class Llama:
             bias=False,
             placement=placement,
         )
-        if config.tied_head:
-            self.head.weight = self.embedding.weight
+        self._embedding_slot = (
+            self.head.tie(self.embedding.weight) if config.tied_head else self.embedding.slot()
+        )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
@@ -143,9 +152,9 @@ class Llama:
             layer(residual, rotation, batch)
         return residual if batch.sampled is None else residual.index_select(0, batch.sampled)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
+    def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""
-        yield "model.embed_tokens.weight", self.embedding.slot()
+        yield "model.embed_tokens.weight", self._embedding_slot
         for index, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{index}.")
         yield "model.norm.weight", self.norm.slot()
@@ -154,9 +163,19 @@ class Llama:
 
     def weight_bytes(self) -> int:
         """Size of all parameters."""
-        own_head = self.config.tied_head and self.head.weight is not self.embedding.weight
-        return sum(slot.target.nbytes for _, slot in self.slots()) + own_head * self.head.weight.nbytes
+        own = [self.embedding.slot(), self.norm.slot()]
+        own += [slot for layer in self.layers for _, slot in layer.norm_slots("")]
+        return sum(slot.target.nbytes for slot in own) + sum(linear.weight_bytes for linear in self._linears())
 
-    def untie_head(self, weight: Tensor) -> None:
+    def copy_bytes(self) -> int:
+        """Size of copies of parameters in a form that suits other steps."""
+        return sum(linear.copy_bytes for linear in self._linears())
+
+    def untie_head(self, weight: CheckpointTensor) -> None:
         """Give a model whose config ties the head one of its own."""
-        self.head.weight = torch.empty_like(self.embedding.weight).copy_(weight)
+        self.head.replace(weight)
+
+    def _linears(self) -> Iterator[WeightedLayer]:
+        for layer in self.layers:
+            yield from (linear for _, linear in layer.linears())
+        yield self.head

@@ -11,7 +11,7 @@ from typing import Any
 from asyncllm.config import EngineConfig
 from asyncllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from asyncllm.inputs.tokenizer import TokenizerData
-from asyncllm.weights.gguf import is_later_part, read_gguf
+from asyncllm.weights.gguf import GGUFFile, is_later_part, read_gguf
 from asyncllm.weights.gguf_model import translate_config, translate_generation_config
 from asyncllm.weights.hub import HubRepository
 from asyncllm.weights.json_file import read_json
@@ -31,6 +31,7 @@ class ModelSource:
     generation_config: Mapping[str, Any]  # of the shape of generation_config.json; empty where there is none
     tokenizer: TokenizerData
     load_format: str  # "safetensors", "gguf" or "dummy"
+    gguf_header: GGUFFile | None = None
 
 
 def resolve_source(model: str, config: EngineConfig) -> ModelSource:
@@ -116,4 +117,5 @@ def _from_gguf(name: str, path: Path, load_format: str) -> ModelSource:
             gguf_fields={key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
         ),
         load_format="dummy" if load_format == "dummy" else "gguf",
+        gguf_header=file,
     )

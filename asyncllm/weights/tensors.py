@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
-from asyncllm.weights.gguf import GGUFTensor, dequantize, read_gguf
+from asyncllm.weights.gguf import ByteArray, GGUFTensor, dequantize
+from asyncllm.weights.gguf_groups import group_bits, read_groups
 from asyncllm.weights.gguf_model import IndexArray, huggingface_name, row_order
+from asyncllm.weights.grouped import GroupedTensor
 from asyncllm.weights.safetensors import find_shards, open_shard
 from asyncllm.weights.source import ModelSource
 
@@ -21,10 +23,31 @@ def iterate_tensors(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
     `CheckpointError`, before the first tensor for whatever can be told from headers.
     """
     if source.load_format == "gguf":
-        return _iterate_gguf(source)
+        return ((name, _read(tensor, order)) for name, tensor, order in _iterate_gguf(source))
     if source.load_format == "safetensors":
         return _iterate_safetensors(source)
     raise ValueError(f"a {source.load_format} model has no tensors")
+
+
+def iterate_grouped(source: ModelSource) -> Iterator[tuple[str, torch.Tensor | GroupedTensor]]:
+    """As `iterate_tensors`, with quantised matrices left in groups where their type has them; those may be kept."""
+    if source.load_format != "gguf":
+        yield from iterate_tensors(source)
+        return
+    for name, tensor, order in _iterate_gguf(source):
+        if _bits(tensor) is None:
+            yield name, _read(tensor, order)
+        else:
+            yield name, read_groups(torch.from_numpy(_packed_rows(tensor, order)), tensor.type_name)
+
+
+def grouped_bits(source: ModelSource) -> Mapping[str, int]:
+    """Of each tensor that `iterate_grouped` leaves in groups, the bits of its codes."""
+    if source.load_format != "gguf":
+        return {}
+    assert source.gguf_header is not None
+    found = {huggingface_name(tensor): _bits(tensor) for tensor in source.gguf_header.tensors.values()}
+    return {name: bits for name, bits in found.items() if name is not None and bits is not None}
 
 
 def _iterate_safetensors(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,20 +58,28 @@ def _iterate_safetensors(source: ModelSource) -> Iterator[tuple[str, torch.Tenso
                 yield name, file.get_tensor(name)
 
 
-def _iterate_gguf(source: ModelSource) -> Iterator[tuple[str, torch.Tensor]]:
-    assert source.gguf is not None
-    file = read_gguf(source.gguf)
+def _iterate_gguf(source: ModelSource) -> Iterator[tuple[str, GGUFTensor, IndexArray | None]]:
+    """Hugging Face's name of each tensor, and the order of rows that goes with it."""
+    file = source.gguf_header
+    assert file is not None
     for tensor in file.tensors.values():
         name = huggingface_name(tensor)
         if name is not None:
-            yield name, _read(tensor, row_order(tensor, file, source.config))
+            yield name, tensor, row_order(tensor, file, source.config)
+
+
+def _bits(tensor: GGUFTensor) -> int | None:
+    return group_bits(tensor.type_name) if len(tensor.shape) == 2 else None
+
+
+def _packed_rows(tensor: GGUFTensor, order: IndexArray | None) -> ByteArray:
+    """[rows, row_bytes]; a vector is one row, and is not reordered."""
+    packed = tensor.read()
+    return packed if order is None or len(tensor.shape) == 1 else packed[order]
 
 
 def _read(tensor: GGUFTensor, order: IndexArray | None) -> torch.Tensor:
-    packed = tensor.read()  # [rows, row_bytes]; a vector is one row
-    matrix = len(tensor.shape) > 1
-    if order is not None and matrix:
-        packed = packed[order]  # before the values grow
+    packed = _packed_rows(tensor, order)  # before the values grow
     if tensor.type_name in ("F32", "F16"):
         values = torch.from_numpy(packed.view(np.float32 if tensor.type_name == "F32" else np.float16))
     elif tensor.type_name == "BF16":
@@ -56,4 +87,4 @@ def _read(tensor: GGUFTensor, order: IndexArray | None) -> torch.Tensor:
     else:
         values = torch.from_numpy(dequantize(packed, tensor.type_name))
     values = values.reshape(tensor.shape)
-    return values if order is None or matrix else values[torch.from_numpy(order)]
+    return values if order is None or len(tensor.shape) > 1 else values[torch.from_numpy(order)]

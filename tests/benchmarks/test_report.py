@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, Sample
+from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, ProductRate, Sample
 from benchmarks.report import (
     README_MARKS,
     comparison_from_json,
@@ -100,3 +100,15 @@ def test_report_is_drawn_again_from_json(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "benchmarks.report", str(tmp_path / "cpu.json")], cwd=root, check=True)
     assert (tmp_path / "cpu.md").read_text() == before
+
+
+def test_prompts_are_compared_with_the_products_alone() -> None:
+    prefill = replace(COMPARISON.runs[0].figures[0], workload="prefill")  # 100 prompt tokens a second
+    products = [ProductRate(rows=1, seconds=0.004), ProductRate(rows=500, seconds=2.5, blocked_seconds=2.0)]
+    runs = [replace(run, figures=[prefill]) for run in COMPARISON.runs]
+    comparison = replace(COMPARISON, runs=runs, products=products)
+    assert "4.0 ms for 1 rows; 2,500.0 (2,000.0) ms for 500 rows" in markdown(comparison, plot="cpu.png")
+    assert "prefill: asyncllm computes prompts at 50% of the rate" in markdown(comparison, plot="cpu.png")
+    assert "`prefill` at 50% of the rate" in readme_section(comparison, "results/cpu")
+    assert comparison_from_json(json.dumps(asdict(comparison))) == comparison
+    assert "products alone" not in markdown(COMPARISON, plot="cpu.png")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+
+import pytest
 
 from asyncllm import StructuredOutput
 from benchmarks.schemas import application_schemas
-from benchmarks.structured import Times, Vocabulary, is_valid, measure_throughput, possible
+from benchmarks.structured import Times, Vocabulary, is_valid, measure_suite, measure_throughput, possible
 from tests.outputs.grammars import tokenizer
 
 
@@ -30,6 +33,17 @@ def test_two_hundred_schemas_are_enforced() -> None:
                 assert possible(start, mine.spelled(text))
     assert ended > 35
     assert times.mask
+
+
+@pytest.mark.full
+def test_the_public_suite_finds_nothing_too_loose() -> None:
+    try:
+        found = measure_suite(vocabulary(), None, draws=3)
+    except subprocess.CalledProcessError:
+        pytest.skip("the suite cannot be fetched")
+    assert found["too_loose"] == []
+    assert found["valid"] == found["ended"] > 400
+    assert found["compiled"] > 180
 
 
 def test_validity_is_that_of_decimals() -> None:

@@ -185,6 +185,17 @@ async def test_forced_tokens_have_their_text(tokenizer: Tokenizer) -> None:
         await check(shadow, engine)
 
 
+async def test_a_forced_stop_id_is_not_shown(tokenizer: Tokenizer) -> None:
+    shadow, load = model(Rounds(VOCAB_SIZE, [[65]], forces={2: (66, 67, 68)}), tokenizer=tokenizer)
+    async with AsyncEngine(load) as engine:
+        hidden = await engine.generate([5, 6], params(9, stop_token_ids=[67]))
+        assert hidden.token_ids == (65, 65, 66, 67)
+        assert hidden.text == tokenizer.decode([65, 65, 66])
+        shown = await engine.generate([5, 6], params(9, stop_token_ids=[67], include_stop_str_in_output=True))
+        assert shown.text == tokenizer.decode([65, 65, 66, 67])
+        await check(shadow, engine)
+
+
 async def test_aborted_at_any_moment() -> None:
     shadow, load = model(replace(FORCED, delay=0.001), latency=0.001)
     async with AsyncEngine(load, num_blocks=40) as engine:

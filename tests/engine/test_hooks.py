@@ -59,7 +59,9 @@ async def check(shadow: ShadowModel, engine: AsyncEngine) -> None:
 
 
 @RUN_AHEAD
-@pytest.mark.parametrize("processor", [counting, counting_slowly, functools.partial(counting_slowly)], ids=str)
+@pytest.mark.parametrize(
+    "processor", [counting, counting_slowly, functools.partial(counting_slowly)], ids=["plain", "async", "partial"]
+)
 async def test_a_processor_decides(processor: Callable[..., Any], run_ahead: int) -> None:
     shadow = ShadowModel()
     async with AsyncEngine(shadow, run_ahead=run_ahead, max_num_seqs=4) as engine:

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,35 @@ from asyncllm.engine.stream import TokenStream
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.conftest import eventually
+from tests.engine.constraints import Rounds, constrained
 
 REQUESTS = 2000
 LOOPS, STREAMS_A_LOOP = 5, 20  # closed while their streams run
 MOMENT = 4.0
 """Seconds within which the storm happens: some requests end in preparation or in the queue, some while they run."""
+
+
+CONSTRAINT = Rounds(512, [range(60, 300), range(200, 500), None], forces={3: (70, 71)})
+
+
+async def look_later(*_: object) -> None:
+    await asyncio.sleep(0)
+
+
+def look(*_: object) -> None:
+    pass
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"seed": 1},  # constrained
+    {"logits_processors": [look_later]},
+    {"on_token": look},
+    {"n": 2, "seed": 1, "on_token": look_later},
+    {},
+]
+"""What requests ask for beside tokens, in turn."""
 
 
 class Storm:
@@ -41,7 +66,7 @@ class Storm:
     def stream(self, n: int, length: int) -> TokenStream:
         shared = [7, 8, 9] * 6  # more than a block: the cache is shared
         prompt = [*shared[: self.dice.randrange(19)], n % 500, n // 500]
-        params = SamplingParams(temperature=0, max_tokens=length, stop="\x00\x00")
+        params = SamplingParams(temperature=0, max_tokens=length, stop="\x00\x00", **KINDS[n % len(KINDS)])
         self.prompts[n] = prompt
         return self.engine.stream(prompt, params, request_id=f"storm {n}", priority=n % 3)
 
@@ -49,16 +74,25 @@ class Storm:
         """Read to the end, and check what came."""
         await asyncio.sleep(self.dice.random() * MOMENT / 2)
         length = self.dice.randrange(1, 30)
-        stream = self.stream(n, length)
+        stream, kind = self.stream(n, length), KINDS[n % len(KINDS)]
         if n % 2:
             completion = await stream.result()
-            ids, text = list(completion.token_ids), completion.text
+            answers = [(list(choice.token_ids), choice.text) for choice in completion.choices]
         else:
             deltas = [delta async for delta in stream]
-            ids = [token_id for delta in deltas for token_id in delta.token_ids]
-            text = "".join(delta.text for delta in deltas)
-        assert ids == self.model.expected(self.prompts[n], length)
-        assert text == self.tokenizer.decode(ids)
+            answers = []
+            for index in range(kind.get("n", 1)):
+                own = [delta for delta in deltas if delta.index == index]
+                ids = [token_id for delta in own for token_id in delta.token_ids]
+                answers.append((ids, "".join(delta.text for delta in own)))
+        assert len(answers) == kind.get("n", 1)
+        for ids, text in answers:
+            if "seed" in kind:
+                CONSTRAINT.copy().accept(ids)
+                assert len(ids) == length
+            else:
+                assert ids == self.model.expected(self.prompts[n], length)
+            assert text == self.tokenizer.decode(ids)
         self.ended["whole"] += 1
 
     async def cut(self, n: int) -> None:
@@ -155,7 +189,8 @@ async def test_storm(run_ahead: int, windows: bool, tokenizer: Tokenizer) -> Non
     groups = (CacheGroup(), CacheGroup(window=20)) if windows else (CacheGroup(),)
     model = ShadowModel(tokenizer=tokenizer, latency=0.0005, groups=groups)
     settings = {"num_blocks": 32 * len(groups), "block_size": 8, "max_num_seqs": 48, "max_batched_tokens": 96}
-    async with AsyncEngine(model, run_ahead=run_ahead, **settings) as engine:
+    load = constrained(model, lambda params: None if params.seed is None else CONSTRAINT.copy())
+    async with AsyncEngine(load, run_ahead=run_ahead, **settings) as engine:
         storm = Storm(engine, model, tokenizer, seed=run_ahead)
         by_closed_loops = LOOPS * STREAMS_A_LOOP
         hosts = [asyncio.to_thread(storm.close_a_loop, REQUESTS + STREAMS_A_LOOP * n) for n in range(LOOPS)]

@@ -64,7 +64,7 @@ async def ask(folder: Path, sums: torch.Tensor, **changes: Any) -> torch.Tensor:
     async with AsyncEngine(folder, device="cuda", **{**SETTINGS, **changes}) as engine:
         requests = [
             engine.generate(
-                list(range(3, 4 + 27 * i)),
+                list(range(3, 5 + 27 * i)),
                 SamplingParams(temperature=(i % 3) / 2, seed=i + 1, max_tokens=20 + 5 * i, ignore_eos=True),
             )
             for i in range(8)
@@ -75,6 +75,7 @@ async def ask(folder: Path, sums: torch.Tensor, **changes: Any) -> torch.Tensor:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a[:, 1:], b[:, 1:]  # what fills up a step stands at position 0
     both = (a != 0) & (b != 0)  # a step also computes logits that nobody asked for
     assert int(both.sum()) >= sum(20 + 5 * i for i in range(8))
     return torch.equal(a[both], b[both])

@@ -99,15 +99,22 @@ def test_plan_stays_in_its_memory(device: torch.device) -> None:
     shape = attention_plan.AttentionShape(8, 2, 16, 16, None)
     small, large = tilings(16, share=5, least_blocks=1)
     mixes = [((9000, 1), (3, 1)), ((40, 40), (4000, 5)), tuple((500 + i, 5) for i in range(6)), ((64, 64),)]
-    for mix in mixes:
+    few_of_many = ((9000, 4), (9000, 4), (9000, 4), (300, 240))
+    for mix, most in [*((mix, 8) for mix in mixes), (few_of_many, 256)]:
         tokens = sum(queries for _, queries in mix)
         plan = attention_plan.make_attention_plan(
-            shape, torch.float32, device, max_tokens=tokens, max_sequences=8, tilings=(small, large)
+            shape,
+            torch.float32,
+            device,
+            max_tokens=tokens,
+            max_sequences=most,
+            tilings=(small, large),
+            least_shared=None,
         )
         lengths, queries = torch.tensor(mix, dtype=torch.int32, device=device).T
         starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
         count = torch.tensor([len(mix)], dtype=torch.int32, device=device)
-        starts, lengths = (torch.nn.functional.pad(x, (0, 8 - len(mix))) for x in (starts, lengths))
+        starts, lengths = (torch.nn.functional.pad(x, (0, most - len(mix))) for x in (starts, lengths))
         sequences = attention_plan.Sequences(starts, lengths, torch.zeros_like(lengths), count)
         attention_plan.plan_attention(plan, sequences, tokens=tokens)
         for tiling, units, used in zip(
@@ -268,22 +275,25 @@ def test_random_prefixes(seed: int, device: torch.device) -> None:
 
 SHARING_FAULTS = [
     ("shared_line = tile_line + mate * GROUP", "shared_line = tile_line"),
-    ("block_start = tl.zeros_like(block_end) + my_shared", "block_start = tl.zeros_like(block_end)"),
     ("whole = (contexts - 1) // BLOCK_SIZE", "whole = (contexts + 14) // BLOCK_SIZE"),
+    ("tl.load(member + 2), shared_line + i * GROUP", "tl.load(member + 2), shared_line"),
+    ("is_last = (mate < mates) & (arrived == missing)", "is_last = (mate < mates - 1) & (arrived == missing)"),
+    ("block_start = tl.zeros_like(block_end) + my_shared", "block_start = tl.zeros_like(block_end)"),
     ("tl.where(ours == theirs, common, i)", "tl.where(ours == theirs, common, i + 1)"),
     ("(common >= length), length, 0)", "(common > 0), length, 0)"),
     ("tile_place = my_place - mate", "tile_place = my_place - my_rank"),
     ("before = (leader[:, None] < leaders[None, :]) | (", "before = (leader[:, None] > leaders[None, :]) & ("),
-    ("tl.load(member + 2), shared_line + i * GROUP", "tl.load(member + 2), shared_line"),
     ("shared_line + (parts - splits) * shared_stride", "shared_line + parts * shared_stride"),
     ("(start + row // GROUP) * MEMBER_FIELDS", "(start + row // (GROUP + 1)) * MEMBER_FIELDS"),
-    ("is_last = (mate < mates) & (arrived == missing)", "is_last = (mate < mates - 1) & (arrived == missing)"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("right", "wrong"), SHARING_FAULTS)
+MORE_SHARING_FAULTS = [pytest.param(*fault, marks=pytest.mark.full) for fault in SHARING_FAULTS[4:]]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [*SHARING_FAULTS[:4], *MORE_SHARING_FAULTS])
 def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    case = BACKWARDS if "is_last" in right or "member + 2" in right else CROWDED if "tile_place" in right else SHARING
+    case = BACKWARDS if "is_last" in right or "member + 2" in right else CROWDED if "tile_" in right or "splits" in right else SHARING
     check_fault(right, wrong, case, tmp_path, device)
 
 

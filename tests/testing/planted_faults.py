@@ -103,13 +103,14 @@ class StarvedRequest(Scheduler):
 
 
 class BudgetOverrun(Scheduler):
-    """Chunks get the whole budget, as if steady rows took nothing of it."""
+    """Chunks get the whole budget, as if steady and late rows took nothing of it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
 
         class Forgetful(type(self._rows)):  # type: ignore[misc]
             num_steady = 0
+            num_ready = 0
 
         self._rows.__class__ = Forgetful
 

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from asyncllm.config import EngineConfig
 from asyncllm.testing.tiny_models import tiny_config, tiny_weights, write_tiny_model
 from asyncllm.weights.gguf import read_gguf
+from asyncllm.weights.gguf_groups import group_bits
+from asyncllm.weights.grouped import GroupedTensor
 from asyncllm.weights.source import ModelSource, resolve_source
-from asyncllm.weights.tensors import iterate_tensors
+from asyncllm.weights.tensors import grouped_bits, iterate_grouped, iterate_tensors
 from tests.weights.gguf_files import gguf_name, permute, write_gguf
 
 CONFIG = tiny_config(hidden_size=256, intermediate_size=256, attention_bias=True)
@@ -42,6 +44,19 @@ def test_gguf_has_hugging_faces_names_and_layouts(tmp_path: Path, name: str) -> 
         assert found[key].dtype == (stored if weight.ndim > 1 else torch.float32)
         assert found[key].shape == weight.shape
         np.testing.assert_array_equal(found[key].float().numpy(), expected)
+
+
+@pytest.mark.parametrize("name", ["F16", "Q4_1", "Q8_0"])
+def test_grouped_tensors_are_the_same_weights(tmp_path: Path, name: str) -> None:
+    tensor_type = GGMLQuantizationType[name]
+    source = resolve(write_gguf(tmp_path / "tiny.gguf", CONFIG, tiny_weights(CONFIG), matrix_type=tensor_type))
+    plain, bits, packed = dict(iterate_tensors(source)), grouped_bits(source), dict(iterate_grouped(source))
+    assert packed.keys() == plain.keys()
+    assert set(bits.values()) == ({group_bits(name)} if group_bits(name) else set())
+    for key, tensor in packed.items():
+        assert (key in bits) == isinstance(tensor, GroupedTensor)
+        values = tensor.dequantize() if isinstance(tensor, GroupedTensor) else tensor
+        torch.testing.assert_close(values, plain[key], rtol=1e-6, atol=1e-6)
 
 
 def test_gguf_equals_transformers_own_reading(tmp_path: Path) -> None:

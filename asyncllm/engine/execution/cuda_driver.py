@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from asyncllm.engine.execution.graph_memsets import replace_memsets
-
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may do what a capture forbids
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -68,7 +66,6 @@ class CudaDriver:
             raise
         self._check(self._quick, "cuStreamEndCapture", handle, ctypes.byref(graph))
         try:
-            replace_memsets(self._call, graph)
             ready = ctypes.c_void_p()
             self._check(self._driver, "cuGraphInstantiateWithFlags", ctypes.byref(ready), graph, ctypes.c_ulonglong(0))
             self._check(self._driver, "cuGraphUpload", ready, handle)
@@ -83,9 +80,6 @@ class CudaDriver:
     def destroy_graph(self, graph: int) -> None:
         """Give a graph back, when no launch of it is left."""
         self._check(self._driver, "cuGraphExecDestroy", ctypes.c_void_p(graph))
-
-    def _call(self, name: str, *arguments: object) -> None:
-        self._check(self._driver, name, *arguments)
 
     def _check(self, library: ctypes.CDLL, call: str, *arguments: object) -> None:
         code: int = getattr(library, call)(*arguments)

@@ -47,10 +47,10 @@ class CacheLayout:
         return held
 
     def allocate(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
-        """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros in main memory; block 0 is
+        """[layers_per_group, 2, kv_heads, num_blocks + 1, block_size, head_dim] of zeros in main memory; block 0 is
         the null block. Memory is taken page by page, when first written.
         """
-        shape = (self.layers_per_group, 2, num_blocks + 1, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (self.layers_per_group, 2, self.num_kv_heads, num_blocks + 1, self.block_size, self.head_dim)
         size = (num_blocks + 1) * self.block_bytes(dtype)
         memory = np.zeros(size + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
@@ -85,4 +85,4 @@ def make_cache_layout(windows: Sequence[int | None], num_kv_heads: int, head_dim
 def copy_blocks(cache: Tensor, pairs: Int32Array) -> None:
     """Copy blocks of all layers: `pairs` [c, 2] of (source, destination); every source is read before any write."""
     source, destination = torch.from_numpy(pairs.T.astype(np.int64))
-    cache[:, :, destination] = cache[:, :, source]
+    cache[:, :, :, destination] = cache[:, :, :, source]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,20 +13,22 @@ from asyncllm.engine.execution.cpu_runner import CpuRunner, StepExecutor
 from asyncllm.engine.execution.cuda_device import find_cuda_device
 from asyncllm.engine.execution.cuda_loading import load_cuda_runner
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
+from asyncllm.layers.cpu_product import packable, packed_bytes
 from asyncllm.layers.parameter import Placement
-from asyncllm.models.checkpoint import fill_weights, load_weights
+from asyncllm.models.checkpoint import EMBEDDING, fill_weights, load_weights
 from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.weights.source import ModelSource
-from asyncllm.weights.tensors import iterate_tensors
+from asyncllm.weights.tensors import grouped_bits, iterate_grouped, iterate_tensors
 
-_NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""CPU capabilities that multiply bfloat16 in hardware. Without one it is two to six times slower than float32."""
+_COPIES_SHARE = 2
+"""Dense copies of packed weights take at most one part in so many of the memory that is left beside the weights."""
 
 
 async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner, ModelFacts]:
@@ -56,20 +58,22 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
         torch.set_num_threads(config.threads)
     model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
     dtype = _choose_dtype(config, model_config)
-    somewhere = [LayerCache(0, 0)] * model_config.num_layers
-    weights = make_model(model_config, somewhere, 1, Placement(dtype, torch.device("meta"))).weight_bytes()
+    packs = config.quantization == "auto" and config.dtype in ("auto", "bfloat16")
+    needed = _needed_bytes(source, model_config, dtype, packs=packs)
     free = available_memory()
-    if weights > free:
+    if needed.weights > free:
         raise InsufficientMemoryError(
-            f"the weights take {megabytes(weights)} as {_name(dtype)}, and {megabytes(free)} of memory are available"
+            f"the weights take {megabytes(needed.weights)} as {_name(dtype)}, and {megabytes(free)} of memory are "
+            "available"
         )
-    sizes = choose_sizes(config, model_config, dtype, free - weights)
-    placement = Placement(dtype, torch.device("cpu"))
+    copies = needed.copies <= (free - needed.weights) // _COPIES_SHARE
+    sizes = choose_sizes(config, model_config, dtype, free - needed.weights - copies * needed.copies)
+    placement = Placement(dtype, torch.device("cpu"), products=product_forms(dtype, packs=packs, copies=copies))
     model = make_model(model_config, sizes.layout.layers, sizes.max_model_len, placement)
     if source.load_format == "dummy":
         fill_weights(model)
     else:
-        load_weights(model, thread.interruptible(iterate_tensors(source)))
+        load_weights(model, thread.interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)
@@ -83,6 +87,7 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
         max_batched_tokens=sizes.max_batched_tokens,
         memory_bytes={
             "weights": model.weight_bytes(),
+            "copies": model.copy_bytes(),
             "cache": cache.nbytes,
             "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
         },
@@ -94,12 +99,39 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
     return StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed), facts
 
 
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """What a model is going to take."""
+
+    weights: int
+    copies: int  # of what it can do without
+
+
+def _needed_bytes(source: ModelSource, config: ModelConfig, dtype: torch.dtype, *, packs: bool) -> _Bytes:
+    somewhere = [LayerCache(0, 0)] * config.num_layers
+    forms = product_forms(dtype, packs=packs, copies=True)
+    bits = {name: found for name, found in grouped_bits(source).items() if found in forms.packed_rows}
+    model = find_architecture(source.config).model(config, somewhere, 1, Placement(dtype, torch.device("meta")))
+    weights = copies = 0
+    for name, slot in model.slots():
+        plain = slot.shape.numel() * dtype.itemsize
+        if name == EMBEDDING:  # a table that is read line by line, and so never packed; but the head may be it too
+            weights += plain
+            if not config.tied_head:
+                continue
+            copies += plain * forms.blocked
+            weights += packed_bytes(slot.shape, bits[name]) if name in bits else 0
+        elif name in bits and packable(slot.shape):
+            weights += packed_bytes(slot.shape, bits[name])
+            copies += plain
+        else:
+            weights += plain
+    return _Bytes(weights, copies)
+
+
 def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     if config.dtype == "auto":
-        # older torch cannot tell
-        capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-        native = any(capabilities.get(name) for name in _NATIVE_BFLOAT16)
-        return torch.bfloat16 if native and model.checkpoint_dtype != "float32" else torch.float32
+        return torch.bfloat16 if has_native_bfloat16() and model.checkpoint_dtype != "float32" else torch.float32
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
 

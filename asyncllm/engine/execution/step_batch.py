@@ -13,10 +13,10 @@ from torch import Tensor
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import Int64Array, RowState
 from asyncllm.engine.plan import NULL_BLOCK, Chunk, StepPlan
-from asyncllm.layers.attention import AttentionBatch, Bucket, Span, Tile
+from asyncllm.layers.attention import AttentionBatch, Bucket, CacheLayer, Gathered, InPlace, Source, Span, Tile
 from asyncllm.models.forward_batch import ForwardBatch
 
-_TILE = 128
+_TILE = 512
 """Queries of a chunk that are attended at once, where they need a mask."""
 _BUCKET_BYTES = 1 << 20
 """Keys and values that a bucket reads per thread: they are gathered first, and should not leave the cache again."""
@@ -84,9 +84,9 @@ class BatchBuilder:
         self._masks = [CausalMasks(group.window, cache.dtype) for group in layout.groups]
         self._scratch = torch.empty(0, layout.block_size * layout.head_dim, dtype=cache.dtype)
         self._bucket_blocks = _BUCKET_BYTES * torch.get_num_threads() // layout.layer_block_bytes(cache.dtype)
-        heads = np.arange(layout.num_kv_heads)
-        #: a block's number in the cache seen as [2 · blocks · kv_heads, ...], for keys and values of each head
-        self._planes = np.stack((heads, heads + cache.shape[2] * layout.num_kv_heads))
+        self._layers = tuple(CacheLayer.of(layer) for layer in cache)
+        #: a block's line in `CacheLayer.blocks`, for keys, then values, of each head
+        self._planes = cache.shape[3] * np.arange(2 * layout.num_kv_heads)
 
     def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
         """The batch of these tokens."""
@@ -103,7 +103,7 @@ class BatchBuilder:
                 self._group_batch(tokens, rows.tables[index], self._masks[index])
                 for index in range(len(self._layout.groups))
             ),
-            cache=self._cache,
+            cache=self._layers,
         )
 
     def _clear_begun_blocks(self, tokens: StepTokens, tables: Int64Array) -> None:
@@ -118,29 +118,32 @@ class BatchBuilder:
         last = tokens.positions[ends]
         begun = (last % block_size < counts) & (last % block_size < block_size - 1)
         blocks = tables[:, tokens.rows[ends[begun]], last[begun] // block_size]
-        self._cache.index_fill_(2, torch.from_numpy(blocks.reshape(-1)), 0.0)
+        self._cache.index_fill_(3, torch.from_numpy(blocks.reshape(-1)), 0.0)
 
     def memory_bytes(self) -> int:
         """Size of what is kept between steps."""
         return self._scratch.nbytes + sum(masks.memory_bytes() for masks in self._masks)
 
     def _group_batch(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> AttentionBatch:
-        block_size, kv_heads = self._layout.block_size, self._layout.num_kv_heads
+        block_size = self._layout.block_size
         blocks = table[tokens.rows, tokens.positions // block_size]
-        heads = blocks[:, None, None] * kv_heads + self._planes  # [n, 2, kv_heads]
-        write = heads * block_size + (tokens.positions % block_size)[:, None, None]
+        lines = (blocks * block_size + tokens.positions % block_size)[:, None] + self._planes * block_size
         buckets = tuple(self._buckets(tokens, table, masks.window))
         spans = tuple(self._spans(tokens, table, masks))
-        gathers = [bucket.blocks for bucket in buckets] + [span.blocks for span in spans if span.blocks is not None]
-        most = max(map(len, gathers), default=0)
+        sources = [*(bucket.source for bucket in buckets), *(span.source for span in spans)]
+        most = max((len(source.blocks) for source in sources if isinstance(source, Gathered)), default=0)
         if most > len(self._scratch):
             self._scratch = torch.empty(most, self._scratch.shape[1], dtype=self._scratch.dtype)
-        return AttentionBatch(torch.from_numpy(write.reshape(-1)), buckets, spans, self._scratch)
+        return AttentionBatch(torch.from_numpy(lines.reshape(-1)), buckets, spans, self._scratch)
 
-    def _gathered(self, blocks: Int64Array) -> Tensor:
-        """Of the blocks [rows, b] of some rows, the places of all keys, then all values, by row and head."""
-        places = blocks[None, :, None, :] * self._layout.num_kv_heads + self._planes[:, None, :, None]
-        return torch.from_numpy(places.reshape(-1))
+    def _source(self, blocks: Int64Array, first: int, last: int) -> Source:
+        """Positions `first` to `last` of the blocks [rows, b] of some rows."""
+        rows, count = blocks.shape
+        if rows == 1 and (blocks[0] == blocks[0, 0] + np.arange(count)).all():
+            return InPlace(int(blocks[0, 0]) * self._layout.block_size + first, last - first)
+        # keys and values, row, head, block
+        lines = blocks[None, :, None, :] + self._planes.reshape(2, 1, -1, 1)
+        return Gathered(torch.from_numpy(lines.reshape(-1)), rows * self._layout.num_kv_heads, first, last)
 
     def _buckets(self, tokens: StepTokens, table: Int64Array, window: int | None) -> Iterator[Bucket]:
         """Neighbours share a bucket while none reads a quarter more blocks than it has, and one, and all few enough."""
@@ -165,8 +168,8 @@ class BatchBuilder:
                 first, last = 0, most * block_size
                 keys = (first_blocks[some] * block_size)[:, None] + np.arange(last)
                 hidden = (keys > positions[some, None]) | (keys < first_keys[some, None])
-                mask = self._mask(hidden)[:, None, None]
-            yield Bucket(start, stop, self._gathered(blocks), first, last, mask)
+                mask = self._mask(hidden.repeat(self._layout.num_kv_heads, axis=0))[:, None, None]
+            yield Bucket(start, stop, self._source(blocks, first, last), mask)
             start = stop
 
     def _mask(self, hidden: NDArray[np.bool_]) -> Tensor:
@@ -178,18 +181,19 @@ class BatchBuilder:
         at = tokens.singles
         for chunk in tokens.spans:
             count, start = len(chunk.token_ids), chunk.start
-            blocks: Tensor | None = None
+            source: Source | None = None
             offset = 0  # position of the first key at hand
             if start > 0:
                 first_block = 0 if window is None else max(0, start - window + 1) // block_size
                 last_block = (start + count - 1) // block_size
-                blocks = self._gathered(table[chunk.row, None, first_block : last_block + 1])
+                blocks = table[chunk.row, None, first_block : last_block + 1]
+                source = self._source(blocks, 0, blocks.size * block_size)
                 offset = first_block * block_size
             if start == 0 and (window is None or count <= window):
                 tiles: Sequence[Tile] = (Tile(0, count, 0, count, None),)
             else:
                 tiles = [masks.tile(q, min(q + _TILE, count), start, offset) for q in range(0, count, _TILE)]
-            yield Span(at, at + count, blocks, tuple(tiles))
+            yield Span(at, at + count, source, tuple(tiles))
             at += count
 
 

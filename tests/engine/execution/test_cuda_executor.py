@@ -21,7 +21,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
-from asyncllm.engine.execution.cuda_loading import first_plans
+from asyncllm.engine.execution.cuda_loading import allocate_cache, first_plans
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.kv_cache import make_cache_layout
@@ -145,7 +145,7 @@ class Twins:
             placement = Placement(torch.float32, torch.device("cpu"), kernels=True)
             model = find_architecture(source.config).model(config, layout.layers, LENGTH, placement)
             load_weights(model, iterate_tensors(source))
-            cache = layout.allocate(BLOCKS, torch.float32)
+            cache = allocate_cache(layout, BLOCKS, torch.float32, torch.device("cpu"))
             ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
             device = torch.device("cpu")
             blocks = -(-LENGTH // layout.block_size)

@@ -62,7 +62,7 @@ def spread(seed: int, size: int = 200) -> torch.Tensor:
         ({"typical_p": 0.6}, TypicalLogitsWarper(0.6)),
         ({"typical_p": 0.95}, TypicalLogitsWarper(0.95)),
     ],
-    ids=str,
+    ids=["top_k", "top_p", "min_p", "typical_p", "wide typical_p"],
 )
 def test_equals_transformers(seed: int, fields: dict[str, Any], warper: Any) -> None:
     logits = spread(seed)

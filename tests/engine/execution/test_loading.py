@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
@@ -17,9 +18,10 @@ from asyncllm.engine.execution.loading import load_runner
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UnsupportedModelError
-from asyncllm.testing.tiny_models import tiny_config, write_tiny_model
+from asyncllm.testing.tiny_models import tiny_config, tiny_weights, write_tiny_model
 from asyncllm.weights.source import ModelSource, resolve_source
 from tests.engine.execution.plan_driver import PlanDriver
+from tests.weights.gguf_files import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,22 @@ async def test_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await facts_of(folder)).max_model_len < 2048
 
 
+async def test_copies_of_packed_weights_are_left_out_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(hidden_size=64, intermediate_size=128)
+    path = write_gguf(tmp_path / "tiny.gguf", config, tiny_weights(config), matrix_type=GGMLQuantizationType.Q4_1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    roomy = await facts_of(path, num_blocks=4)
+    monkeypatch.setattr(loading, "available_memory", lambda: roomy.memory_bytes["weights"] + 100_000)
+    short = await facts_of(path, num_blocks=4)
+    assert (short.memory_bytes["weights"], short.memory_bytes["copies"]) == (roomy.memory_bytes["weights"], 0)
+    assert roomy.memory_bytes["copies"] > 100_000
+    with pytest.raises(InsufficientMemoryError, match="weights"):
+        await facts_of(path, num_blocks=4, dtype="float32")
+
+
 async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = threading.Event()
 
@@ -152,7 +170,7 @@ async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.Mon
         while True:
             yield "model.norm.weight", torch.zeros(64)
 
-    monkeypatch.setattr(loading, "iterate_tensors", slow)
+    monkeypatch.setattr(loading, "iterate_grouped", slow)
     task = asyncio.create_task(facts_of(folder))
     assert await asyncio.to_thread(started.wait, 10)
     task.cancel()

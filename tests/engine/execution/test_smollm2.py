@@ -1,4 +1,7 @@
-"""The real SmolLM2-135M-Instruct: greedy tokens are those of transformers on the same weights, in float32."""
+"""The real SmolLM2-135M-Instruct: greedy tokens are those of transformers on the same weights, in float32.
+
+Packed weights and bfloat16 activations may choose another token only where float32 hardly prefers its own.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ TEXT = (
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 200, 256, 333, 500, 511, 777, 1100, 1500)
 SHORT = (1, 5, 33)
 TOKENS = 8
+BOUND = 0.5
+"""Logits. What rounding may make of a choice; the logits of a position spread over some 30."""
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +91,35 @@ async def test_greedy_tokens(gguf: Path, prompts: list[list[int]], expected: lis
             for i, each in enumerate(prompts)
         ]
     assert found == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "none", "dtype": "bfloat16"}], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("prompts", [SHORT], ids=["short"], indirect=True)
+async def test_rounding_changes_only_close_choices(
+    gguf: Path, prompts: list[list[int]], reference: LlamaForCausalLM, settings: dict[str, str]
+) -> None:
+    """One row by itself, then all rows in one step: both forms of a packed product."""
+    async with await PlanDriver.load(gguf, max_model_len=512, num_blocks=100, **settings) as driver:
+        found = [await driver.generate(each, TOKENS, row=i) for i, each in enumerate(prompts)]
+    for prompt, output in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert float((logits.amax(1) - chosen).max()) < BOUND
+
+
+async def test_what_packed_weights_take(gguf: Path) -> None:
+    async with (
+        await PlanDriver.load(gguf, max_model_len=512, num_blocks=100) as packed,
+        await PlanDriver.load(gguf, max_model_len=512, num_blocks=100, quantization="none") as unpacked,
+    ):
+        taken, plain = packed.facts.memory_bytes, unpacked.facts.memory_bytes
+    size = {"float32": 4, "bfloat16": 2}[packed.facts.dtype]
+    layers, table = 106_168_320, 28_311_552  # weights in the layers' matrices and in the embedding's
+    norms = 61 * 576
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no packed product")
+    assert taken["weights"] == layers * 5 // 8 + table * 5 // 4 + size * (table + norms)
+    assert taken["copies"] in (size * layers, size * (layers + table))
+    assert plain["weights"] == size * (layers + table + norms)
+    assert plain["copies"] in (0, size * table)

@@ -14,7 +14,7 @@ from asyncllm.engine.execution.kv_cache import CacheLayout, make_cache_layout
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.step_batch import BatchBuilder, CausalMasks, lay_out_tokens
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.layers.attention import Attention, HeadShape
+from asyncllm.layers.attention import Attention, Gathered, HeadShape, InPlace
 from asyncllm.layers.parameter import Placement
 from asyncllm.layers.rope import DefaultRope, make_rotary_embedding
 
@@ -29,16 +29,17 @@ def make_plan(decode: list[int], chunks: list[Chunk]) -> StepPlan:
     return StepPlan(0, (), edits, NONE.reshape(0, 2), tuple(chunks), np.array(decode, np.int32), True)
 
 
-def make_state(rows: int) -> tuple[CacheLayout, Tensor, RowState]:
-    """Rows with scattered blocks, which hold nothing that may be read."""
+def make_state(rows: int, *, scattered: bool = True) -> tuple[CacheLayout, Tensor, RowState]:
+    """Rows with blocks which hold nothing that may be read, and which lie anywhere or beside each other."""
     layout = make_cache_layout(WINDOWS, KV_HEADS, DIM, BLOCK)
     row_blocks = LENGTH // BLOCK
     cache = layout.allocate(len(WINDOWS) * rows * row_blocks, torch.float32)
-    cache[:, :, 1:] = torch.nan
+    cache[:, :, :, 1:] = torch.nan
     state = RowState(rows, len(WINDOWS), row_blocks, vocabulary=8)
     for row in range(rows):
         state.join(RowJoin(row, row, SAMPLING))
-    state.tables[:] = np.random.default_rng(0).permutation(state.tables.size).reshape(state.tables.shape) + 1
+    blocks = np.random.default_rng(0).permutation(state.tables.size) if scattered else np.arange(state.tables.size)
+    state.tables[:] = blocks.reshape(state.tables.shape) + 1
     return layout, cache, state
 
 
@@ -54,11 +55,11 @@ row_strategy = st.tuples(st.integers(0, 150), st.integers(1, 40), st.sampled_fro
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(row_strategy, min_size=1, max_size=7), st.integers(1, 16), st.integers(1, 64))
-def test_mixed_steps(rows: list[tuple[int, int, str]], tile: int, bucket_blocks: int) -> None:
+@given(st.lists(row_strategy, min_size=1, max_size=7), st.integers(1, 16), st.integers(1, 64), st.booleans())
+def test_mixed_steps(rows: list[tuple[int, int, str]], tile: int, bucket_blocks: int, scattered: bool) -> None:
     """Rows that have computed some positions get a decode step, a chunk or a chunk of one, together."""
     generator = torch.Generator().manual_seed(len(rows))
-    layout, cache, state = make_state(len(rows))
+    layout, cache, state = make_state(len(rows), scattered=scattered)
     rotary = make_rotary_embedding(DefaultRope(rope_theta=100.0), DIM, LENGTH, Placement(torch.float32, cache.device))
     layers = [Attention(HeadShape(HEADS, KV_HEADS, DIM), place) for place in layout.layers]
     builder = BatchBuilder(layout, cache, needs_lengths=False)
@@ -71,7 +72,7 @@ def test_mixed_steps(rows: list[tuple[int, int, str]], tile: int, bucket_blocks:
         qkv = torch.stack([known[row][position] for row, position in where])
         batch = builder.build(tokens, state)
         rotation = rotary(batch.positions, None)
-        outputs = [layer(qkv.clone(), rotation, cache, batch.attention[layer.cache.group]) for layer in layers]
+        outputs = [layer(qkv.clone(), rotation, batch.cache, batch.attention[layer.cache.group]) for layer in layers]
         state.position[tokens.rows] = tokens.positions + 1
         return where, outputs
 
@@ -128,9 +129,27 @@ def test_buckets_pad_little_and_read_little(positions: list[int]) -> None:
     tokens = lay_out_tokens(make_plan(list(range(len(positions))), []), state)
     buckets = builder.build(tokens, state).attention[0].buckets
     assert [bucket.start for bucket in buckets] + [len(positions)] == [0] + [bucket.stop for bucket in buckets]
-    read = sum(len(bucket.blocks) for bucket in buckets) // (2 * KV_HEADS)
+    read = 0
+    for bucket in buckets:
+        source = bucket.source  # a history of one block lies in one place
+        read += len(source.blocks) // (2 * KV_HEADS) if isinstance(source, Gathered) else 1
     needed = sum(position // BLOCK + 1 for position in positions)
     assert read <= needed * 5 / 4 + len(positions)
+
+
+def test_what_lies_together_is_not_gathered() -> None:
+    layout, cache, state = make_state(2, scattered=False)
+    state.position[:] = [50, 0]
+    builder = BatchBuilder(layout, cache, needs_lengths=False)
+    plan = make_plan([0], [Chunk(1, 20, np.arange(9, dtype=np.int32), True)])
+    groups = builder.build(lay_out_tokens(plan, state), state).attention
+    for group, window, table in zip(groups, WINDOWS, state.tables, strict=True):
+        first = 0 if window is None else max(0, 51 - window)
+        assert group.buckets[0].source == InPlace(int(table[0, 0]) * BLOCK + first, 51 - first)
+        assert isinstance(group.spans[0].source, InPlace)
+    state.tables[0, 0, 3] = state.tables[0, 1, 9]  # one block elsewhere
+    bucket = builder.build(lay_out_tokens(plan, state), state).attention[0].buckets[0]
+    assert isinstance(bucket.source, Gathered)
 
 
 def test_masks_grow_and_stay_what_they_were() -> None:

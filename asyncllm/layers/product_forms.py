@@ -1,0 +1,16 @@
+"""In which forms a processor multiplies: settings of `cpu_product`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForms:
+    """Which forms suit a processor, and how much memory may be spent on them."""
+
+    blocked: bool = False  # dense weights in oneDNN's own order of elements, read in one pass whatever the rows
+    packed_rows: Mapping[int, int] = field(default_factory=dict)
+    """By the bits of a code: the rows up to which the packed product is faster than the dense one; empty: never."""
+    copies: bool = True  # packed weights get a dense copy for steps of more rows

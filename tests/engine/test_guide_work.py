@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from asyncllm.engine.guide import Word
+from asyncllm.engine.guide_work import Answer, GuideWork
+from asyncllm.engine.plan import Adjustment
+from tests.engine.hand_runner import InlineExecutor
+
+
+class FakeGuide:
+    """Says after how many tokens it was asked."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.count = 0
+        self.gate = gate
+        self.busy = False
+
+    def advance(self, token_ids: Sequence[int]) -> Word:
+        assert not self.busy
+        self.busy = True
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        self.count += len(token_ids)
+        self.busy = False
+        return Word(Adjustment(), (self.count,))
+
+
+def counts(answers: list[Answer]) -> list[tuple[int, int]]:
+    return sorted((answer.request, answer.word.forced[0]) for answer in answers if isinstance(answer.word, Word))
+
+
+def make(executor: Any) -> tuple[GuideWork, list[None]]:
+    told: list[None] = []
+    return GuideWork(executor, lambda: told.append(None)), told
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def test_answers_are_told_once_and_taken_together() -> None:
+    work, told = make(InlineExecutor())
+    for request in (3, 5):
+        work.start(request, FakeGuide())  # type: ignore[arg-type]
+    assert told == [None]
+    assert counts(work.take()) == [(3, 0), (5, 0)]
+    work.tell(5, (7, 8))
+    work.tell(4, (7,))  # nobody
+    assert told == [None, None]
+    assert counts(work.take()) == [(5, 2)]
+    assert work.take() == []
+
+
+def test_a_word_that_is_late_is_not_waited_for_again(threads: ThreadPoolExecutor) -> None:
+    gate = threading.Event()
+    work, told = make(threads)
+    work.start(1, FakeGuide(gate))  # type: ignore[arg-type]
+    assert work.awaited
+    work.let_pass()
+    assert not work.awaited
+    gate.set()
+    while not told:
+        time.sleep(0.001)
+    assert counts(work.take()) == [(1, 0)]
+    gate.clear()
+    work.tell(1, (9,))
+    assert work.awaited
+    work.forget(1)
+    assert not work.awaited
+    gate.set()
+
+
+def test_what_a_forgotten_guide_says_is_not_heard(threads: ThreadPoolExecutor) -> None:
+    gate = threading.Event()
+    work, told = make(threads)
+    work.start(1, FakeGuide(gate))  # type: ignore[arg-type]
+    work.forget(1)
+    gate.set()
+    while not told:
+        time.sleep(0.001)
+    assert work.take() == []
+
+
+def test_errors_are_answers() -> None:
+    class Broken(FakeGuide):
+        def advance(self, token_ids: Sequence[int]) -> Word:
+            raise SystemExit("a panic")
+
+    work, _ = make(InlineExecutor())
+    work.start(1, Broken())  # type: ignore[arg-type]
+    (answer,) = work.take()
+    assert isinstance(answer.word, RuntimeError)
+    assert "a panic" in str(answer.word)
+
+
+def test_a_slow_guide_holds_up_one_thread(threads: ThreadPoolExecutor) -> None:
+    gate = threading.Event()
+    work, _ = make(threads)
+    work.start(0, FakeGuide(gate))  # type: ignore[arg-type]
+    found: list[tuple[int, int]] = []
+    for request in range(1, 200):
+        work.start(request, FakeGuide())  # type: ignore[arg-type]
+    while len(found) < 199:
+        found += counts(work.take())
+        time.sleep(0.001)
+    assert 0 not in dict(found)
+    gate.set()
