@@ -8,15 +8,16 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from asyncllm import AsyncEngine, SamplingParams
+from asyncllm import AsyncEngine, SamplingParams, StructuredOutput
 from asyncllm.engine.execution import cuda_executor, cuda_loading
 from asyncllm.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from asyncllm.testing.tiny_models import write_tiny_model
@@ -70,6 +71,51 @@ async def test_nothing_synchronises(folder: Path, expected: list[Any]) -> None:
         with synchronisation_is_an_error():
             assert await ask(engine) == expected
             assert await ask(engine) == expected
+
+
+def ban_a_third(token_ids: Sequence[int], logits: np.ndarray[Any, Any]) -> None:
+    logits[len(token_ids) % 3 :: 3] = -np.inf
+
+
+async def ask_late(engine: AsyncEngine) -> list[Any]:
+    """Late rows, whose host has a mask, a bias or new logits; further choices; scores; beside plain requests."""
+    settings = [
+        {"structured_output": StructuredOutput(regex="[a-f]{9,30}-[0-9]+"), "logprobs": 2},
+        {"logits_processors": [ban_a_third], "repetition_penalty": 1.3},
+        {"n": 3, "dry_multiplier": 2.0, "dry_allowed_length": 1},
+        {"n": 2, "presence_penalty": 1.0},
+        {},
+    ]
+    requests = [engine.generate(list(range(3, 40 + 9 * i)), params(i, **each)) for i, each in enumerate(settings)]
+    return [
+        (choice.token_ids, [each.chosen.token_id for each in choice.logprobs or ()])
+        for completion in await asyncio.gather(*requests)
+        for choice in completion.choices
+    ]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+async def test_late_rows_among_others(run_ahead: int, folder: Path) -> None:
+    async with AsyncEngine(folder, device="cpu", **SIZES) as engine:
+        expected = await ask_late(engine)
+    async with AsyncEngine(folder, run_ahead=run_ahead, **SIZES) as engine:
+        before = engine.statistics().memory_bytes
+        assert await ask_late(engine) == expected  # kernels compile
+        with synchronisation_is_an_error():
+            for _ in range(3):  # by graphs that hold what there was for the first
+                assert await ask_late(engine) == expected
+        memory = engine.statistics().memory_bytes
+        assert memory["workspace"] >= before["workspace"] + 2 * 4 * 16 * 512  # logits of 16 rows, adjusted and kept
+
+
+async def test_what_requests_bring_is_not_overwritten(folder: Path, expected: list[Any]) -> None:
+    """Graphs that were captured before a request's masks, counts and logits were there run between its steps."""
+    async with AsyncEngine(folder, device="cpu", **SIZES) as engine:
+        late = await ask_late(engine)
+    async with AsyncEngine(folder, **SIZES) as engine:
+        assert await ask(engine) == expected
+        answers = await asyncio.gather(ask_late(engine), ask(engine), ask_late(engine), ask(engine))
+        assert answers == [late, expected, late, expected]
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])

@@ -10,12 +10,14 @@ from tests.engine.execution.plan_driver import PlanDriver
 from tests.engine.execution.test_cpu_runner import (
     expected_tokens,
     folder,
+    test_a_late_row_without_a_word_to_say_is_like_any_other,
     test_a_resumed_request_goes_on_as_it_would_have,
     test_a_rope_that_depends_on_length_knows_the_prompt,
     test_a_step_without_samples,
     test_blocks_that_fell_out_of_the_window_are_not_read,
     test_chunks_make_no_difference,
     test_copy_on_write,
+    test_forks_share_the_logits_of_the_prompt,
     test_greedy_is_that_of_transformers,
     test_rows_do_not_depend_on_their_mates,
     test_scripts_come_out_exactly,
@@ -24,17 +26,20 @@ from tests.engine.execution.test_cpu_runner import (
     test_suppressed_ids_until_a_position,
     test_the_seed_alone_decides,
     test_ties_go_to_the_lowest_id,
+    test_words_about_late_rows,
 )
 
 __all__ = [
     "expected_tokens",
     "folder",
+    "test_a_late_row_without_a_word_to_say_is_like_any_other",
     "test_a_resumed_request_goes_on_as_it_would_have",
     "test_a_rope_that_depends_on_length_knows_the_prompt",
     "test_a_step_without_samples",
     "test_blocks_that_fell_out_of_the_window_are_not_read",
     "test_chunks_make_no_difference",
     "test_copy_on_write",
+    "test_forks_share_the_logits_of_the_prompt",
     "test_greedy_is_that_of_transformers",
     "test_rows_do_not_depend_on_their_mates",
     "test_scripts_come_out_exactly",
@@ -43,6 +48,7 @@ __all__ = [
     "test_suppressed_ids_until_a_position",
     "test_the_seed_alone_decides",
     "test_ties_go_to_the_lowest_id",
+    "test_words_about_late_rows",
 ]
 
 # a driver launches on the test's own loop, where the first step of a kind compiles kernels and captures graphs
