@@ -293,7 +293,11 @@ MORE_SHARING_FAULTS = [pytest.param(*fault, marks=pytest.mark.full) for fault in
 
 @pytest.mark.parametrize(("right", "wrong"), [*SHARING_FAULTS[:4], *MORE_SHARING_FAULTS])
 def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    case = BACKWARDS if "is_last" in right or "member + 2" in right else CROWDED if "tile_" in right or "splits" in right else SHARING
+    case = SHARING
+    if "is_last" in right or "member + 2" in right:
+        case = BACKWARDS
+    elif "tile_" in right or "splits" in right:
+        case = CROWDED
     check_fault(right, wrong, case, tmp_path, device)
 
 
