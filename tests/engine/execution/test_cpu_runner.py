@@ -296,7 +296,7 @@ async def test_words_about_late_rows(folder: Path) -> None:
 
 
 async def test_forks_share_the_logits_of_the_prompt(folder: Path) -> None:
-    async with await PlanDriver.load(folder) as driver:
+    async with await PlanDriver.load(folder, block_size=16) as driver:
         settings = [seeded(3, choice=choice) for choice in range(3)]
         expected = [(await driver.generate(prompt(32), 4, sampling=sampling)) for sampling in settings]
         await driver.generate(prompt(32), 1, row=5)  # to be shared: two whole blocks
