@@ -99,13 +99,10 @@ async def test_late_rows_among_others(run_ahead: int, folder: Path) -> None:
     async with AsyncEngine(folder, device="cpu", **SIZES) as engine:
         expected = await ask_late(engine)
     async with AsyncEngine(folder, run_ahead=run_ahead, **SIZES) as engine:
-        before = engine.statistics().memory_bytes
         assert await ask_late(engine) == expected  # kernels compile
         with synchronisation_is_an_error():
             for _ in range(3):  # by graphs that hold what there was for the first
                 assert await ask_late(engine) == expected
-        memory = engine.statistics().memory_bytes
-        assert memory["workspace"] >= before["workspace"] + 2 * 4 * 16 * 512  # logits of 16 rows, adjusted and kept
 
 
 async def test_what_requests_bring_is_not_overwritten(folder: Path, expected: list[Any]) -> None:
