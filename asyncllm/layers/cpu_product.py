@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from asyncllm.layers.activation import GatedActivation
 from asyncllm.layers.product_forms import ProductForms
+from asyncllm.layers.weight_memory import WeightMemory
 from asyncllm.weights.grouped import GROUP, GroupedTensor
 
 _PACKED_ROWS = 16
@@ -71,8 +72,9 @@ class BlockedProduct:
 class PackedProduct:
     """Torch's product of bfloat16 rows with groups of 4-bit codes: sums in float32, scales and zeros in bfloat16."""
 
-    def __init__(self, weight: GroupedTensor) -> None:
-        self.codes, self.scales = _pack(weight)
+    def __init__(self, weight: GroupedTensor, memory: WeightMemory) -> None:
+        codes, scales = _pack(weight)
+        self.codes, self.scales = memory.place(codes), memory.place(scales)
         self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     @property
@@ -92,12 +94,12 @@ class BytePackedProduct(PackedProduct):
     One has the upper four bits, with sixteenfold scales, the other the lower four.
     """
 
-    def __init__(self, weight: GroupedTensor) -> None:
+    def __init__(self, weight: GroupedTensor, memory: WeightMemory) -> None:
         # c = 16 · (c >> 4) + (c & 15), and c & 15 = ((c & 15) − 8) + 8
         codes = torch.cat((weight.codes >> 4, (weight.codes & 15) - 8), dim=1)
         scales = torch.cat((16 * weight.scales, weight.scales), dim=1)
         zeros = torch.cat((torch.zeros_like(weight.zeros), weight.zeros + 8 * weight.scales), dim=1)
-        super().__init__(GroupedTensor(codes, scales, zeros, 4))
+        super().__init__(GroupedTensor(codes, scales, zeros, 4), memory)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `CpuProduct`; x is bfloat16."""
@@ -185,7 +187,7 @@ def make_product(
         weight,
         dtype,
         forms,
-        make_packed=lambda grouped: _make_packed(grouped, bias, dtype),
+        make_packed=lambda grouped: _make_packed(grouped, bias, dtype, forms),
         make_dense=lambda plain: _make_dense(plain, bias, forms),
     )
 
@@ -197,7 +199,7 @@ def make_gated_product(
     activate = GatedActivation(activation)
 
     def make_packed(grouped: GroupedTensor) -> Formed:
-        packed = _make_packed(grouped, bias, dtype)
+        packed = _make_packed(grouped, bias, dtype, forms)
         return Formed(ActivatedProduct(packed.product, activate), packed.weight_bytes)
 
     def make_dense(plain: Tensor) -> CpuProduct:
@@ -215,7 +217,7 @@ def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: Prod
     copy_bytes = table.nbytes if blocked else 0
     if isinstance(weight, Tensor) or not _is_packed(weight, forms):
         return Formed(dense, 0, copy_bytes)
-    packed = _make_packed(weight, None, table.dtype)
+    packed = _make_packed(weight, None, table.dtype, forms)
     both = TwoFormProduct(packed.product, dense, forms.packed_rows[weight.bits])
     return Formed(both, packed.weight_bytes, copy_bytes)
 
@@ -253,8 +255,8 @@ def _is_packed(weight: GroupedTensor, forms: ProductForms) -> bool:
     return weight.bits in forms.packed_rows and packable(weight.shape)
 
 
-def _make_packed(weight: GroupedTensor, bias: Tensor | None, dtype: torch.dtype) -> Formed:
-    packed = (PackedProduct if weight.bits == 4 else BytePackedProduct)(weight)
+def _make_packed(weight: GroupedTensor, bias: Tensor | None, dtype: torch.dtype, forms: ProductForms) -> Formed:
+    packed = (PackedProduct if weight.bits == 4 else BytePackedProduct)(weight, forms.memory)
     product: CpuProduct = packed if dtype == torch.bfloat16 else RoundedProduct(packed)
     return Formed(product if bias is None else BiasedProduct(product, bias), packed.nbytes)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asyncllm.layers.weight_memory import WeightMemory
+
 
 @dataclass(frozen=True, slots=True)
 class ProductForms:
@@ -13,4 +15,5 @@ class ProductForms:
     blocked: bool = False  # dense weights in oneDNN's own order of elements, read in one pass whatever the rows
     packed_rows: Mapping[int, int] = field(default_factory=dict)
     """By the bits of a code: the rows up to which the packed product is faster than the dense one; empty: never."""
+    memory: WeightMemory = field(default_factory=WeightMemory)  # where packed weights go
     copies: bool = True  # packed weights get a dense copy for steps of more rows
