@@ -244,6 +244,7 @@ class Terminal:
         self.pid, self._descriptor = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that put the tests behind has it ignored
             os.execv(sys.executable, run(*arguments))
 
     def press(self, keys: str) -> None:

@@ -1,8 +1,7 @@
 """Room for packed weights beside each other.
 
 A step of one row reads every weight once and computes little with it, so how fast they can be read is what counts.
-Pieces
-that the allocator puts anywhere are read up to a third slower than the same ones in a row.
+Pieces that the allocator puts anywhere are read up to a third slower than the same ones in a row.
 """
 
 from __future__ import annotations

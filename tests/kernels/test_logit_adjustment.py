@@ -163,7 +163,7 @@ def test_draws_are_those_of_adjusted_logits(device: torch.device, dtype: torch.d
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("if duty == 0:\n        return\n    ids", "if duty == 3:\n        return\n    ids"),
+        ("if (duty == 0) | ((duty & SKIP) != 0):\n        return\n    ids", "if duty == 3:\n        return\n    ids"),
         ("(word >> (ids % 32)) & 1", "(word >> (ids % 31)) & 1"),
         ("tl.where(x > 0.0, tl.div_rn(x, factor), x * factor)", "tl.div_rn(x, factor)"),
         ("tl.where(times > 0, for_any, 0.0)", "for_any"),

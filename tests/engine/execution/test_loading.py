@@ -131,9 +131,10 @@ async def test_what_does_not_load_leaves_no_thread(
 ) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(**config)))
+    before = set(threading.enumerate())
     with pytest.raises(error, match=named):
         await facts_of(tmp_path)
-    assert not any(thread.name == "asyncllm-cpu" for thread in threading.enumerate())
+    assert not any(thread.name == "asyncllm-cpu" for thread in {*threading.enumerate()} - before)
 
 
 async def test_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ async def test_copies_of_packed_weights_are_left_out_where_memory_is_short(
 
 
 async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = threading.Event()
+    started, before = threading.Event(), set(threading.enumerate())
 
     def slow(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
         started.set()
@@ -176,8 +177,7 @@ async def test_a_cancelled_load_stops_soon(folder: Path, monkeypatch: pytest.Mon
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    thread = next((each for each in threading.enumerate() if each.name == "asyncllm-cpu"), None)
-    if thread is not None:
+    for thread in [each for each in {*threading.enumerate()} - before if each.name == "asyncllm-cpu"]:
         await asyncio.to_thread(thread.join, 10)
         assert not thread.is_alive()
 
