@@ -24,6 +24,8 @@ from asyncllm.engine.row_logits import adjusted_logits
 from asyncllm.errors import HookFailed
 from asyncllm.params import LogitsProcessor, OnToken
 
+_LARGEST = np.finfo(np.float32).max
+
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
@@ -128,7 +130,8 @@ class HookDriver:
                 values = _checked(returned, len(logits))
         if np.isnan(values).any() or not (values > -np.inf).any():
             raise HookFailed("logits_processors left no token: each logit is -inf, or one is not a number")
-        return replace(said.adjustment, mask=None, bias=RowLogits(values))
+        # +inf means this token and no other; but less the largest logit, as the sampler has it, it is not a number
+        return replace(said.adjustment, mask=None, bias=RowLogits(np.minimum(values, _LARGEST)))
 
     async def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -13,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.engine.execution.sampler import SampledRows, sample
+from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HookPlace, Hooks, HostLogits
+from asyncllm.engine.plan import Adjustment, RowLogits, RowSampling
 from asyncllm.errors import HookFailed, InvalidParamsError
 from asyncllm.params import RepetitionDetection
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.constraints import Rounds, constrained
+from tests.engine.hand_runner import InlineExecutor
 
 VOCAB_SIZE = 512
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -105,6 +110,36 @@ async def test_processors_follow_each_other_and_see_what_is_banned() -> None:
         hooked = params(3, logits_processors=[first, second], allowed_token_ids=[4, 5, 6, 8, 9])
         assert (await engine.generate([1], hooked)).token_ids == (8, 8, 8)
         assert seen == [(4, 5, 6, 8, 9)] * 3
+
+
+async def test_an_infinite_logit_decides() -> None:
+    """At any temperature, and through the sampler itself."""
+
+    async def sure(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        logits[40] = np.inf
+        logits[50] = np.finfo(np.float32).min
+
+    bound: list[Adjustment] = []
+    sampling = RowSampling(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0, seed=0, late=True, reads_logits=True)
+    place = HookPlace(asyncio.get_running_loop(), contextvars.copy_context(), InlineExecutor(), 5.0)
+    driver = HookDriver(HookedRequest(Hooks([sure], None), sampling, 1), place, bound.append)
+    driver.take_logits(HostLogits(1, np.zeros(VOCAB_SIZE, np.float32)))
+    driver.take_adjustment([1], Adjustment())
+    driver.end()
+    await driver.drive()
+    (adjustment,) = bound
+    assert isinstance(adjustment.bias, RowLogits)
+    rows = SampledRows(
+        temperature=np.array([0.1], np.float32),
+        top_k=np.array([0], np.int64),
+        top_p=np.array([1], np.float32),
+        min_p=np.array([0], np.float32),
+        seed=np.array([0], np.uint64),
+        choice=np.array([0], np.int64),
+        position=np.array([1], np.int64),
+        biases=[(0, adjustment.bias)],
+    )
+    assert sample(torch.zeros(1, VOCAB_SIZE), rows).tolist() == [40]
 
 
 async def test_where_hooks_run() -> None:
