@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +25,6 @@ from asyncllm.errors import HookFailed, InvalidParamsError
 from asyncllm.params import RepetitionDetection
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.constraints import Rounds, constrained
-from tests.engine.hand_runner import InlineExecutor
 
 VOCAB_SIZE = 512
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -121,7 +122,7 @@ async def test_an_infinite_logit_decides() -> None:
 
     bound: list[Adjustment] = []
     sampling = RowSampling(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0, seed=0, late=True, reads_logits=True)
-    place = HookPlace(asyncio.get_running_loop(), contextvars.copy_context(), InlineExecutor(), 5.0)
+    place = HookPlace(asyncio.get_running_loop(), contextvars.copy_context(), 5.0)
     driver = HookDriver(HookedRequest(Hooks([sure], None), sampling, 1), place, bound.append)
     driver.take_logits(HostLogits(1, np.zeros(VOCAB_SIZE, np.float32)))
     driver.take_adjustment([1], Adjustment())
@@ -140,6 +141,42 @@ async def test_an_infinite_logit_decides() -> None:
         biases=[(0, adjustment.bias)],
     )
     assert sample(torch.zeros(1, VOCAB_SIZE), rows).tolist() == [40]
+
+
+async def test_slow_hooks_do_not_use_up_each_others_time() -> None:
+    """Each of them has less time than all together would take on 32 threads."""
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.6)
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, hook_timeout=1.1, max_num_seqs=64) as engine:
+        hooked = params(1, logits_processors=[slow])
+        done = await asyncio.gather(*(engine.generate([n + 1], hooked) for n in range(64)))
+        assert [list(each.token_ids) for each in done] == [shadow.expected([n + 1], 1) for n in range(64)]
+        await check(shadow, engine)
+
+
+def test_a_hook_that_never_returns_does_not_keep_the_interpreter() -> None:
+    code = """
+import asyncio, threading
+from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.errors import HookFailed
+from asyncllm.testing.shadow_engine import ShadowModel
+
+async def main():
+    async with AsyncEngine(ShadowModel(), hook_timeout=0.05) as engine:
+        hooked = SamplingParams(logits_processors=[lambda *_: threading.Event().wait()])
+        try:
+            await engine.generate([5], hooked)
+        except HookFailed:
+            print("failed")
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "failed\n"
+    assert not ended.stderr
 
 
 async def test_where_hooks_run() -> None:
@@ -199,6 +236,10 @@ def leave(*_: Any) -> None:
     raise SystemExit("no idea")
 
 
+def stop_iteration(*_: Any) -> None:
+    raise StopIteration("no idea")
+
+
 def time_out(*_: Any) -> None:
     raise TimeoutError("no idea")
 
@@ -211,6 +252,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "plain": (fail, "ZeroDivisionError.*no idea"),
     "async": (fail_later, "ZeroDivisionError.*no idea"),
     "exit": (leave, "SystemExit.*no idea"),
+    "stop iteration": (stop_iteration, "StopIteration.*no idea"),
     "own timeout": (time_out, "TimeoutError.*no idea"),
     "shape": (lambda token_ids, logits: logits[:-1], "shape"),
     "nothing left": (lambda token_ids, logits: logits.fill(-np.inf), "left no token"),
