@@ -400,6 +400,26 @@ async def test_a_loop_is_ended(run_ahead: int) -> None:
         await check(shadow, engine)
 
 
+async def test_a_budget_for_thinking_must_be_able_to_end_it(tokenizer: Any) -> None:
+    shadow = ShadowModel(tokenizer=tokenizer, chat_template="{{ '<think></think>' }}")
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    prompt = tokenizer.encode("<think>", add_special_tokens=False)
+    letter = tokenizer.decode([end[2]])
+    async with AsyncEngine(shadow) as engine:
+        for changes, name in (
+            ({"allowed_token_ids": [*range(40, 60), *end[1:]]}, "allowed_token_ids"),
+            ({"bad_words": [letter]}, "bad_words"),
+            ({"bad_words": ["</think>"]}, "bad_words"),
+        ):
+            for more in ({}, {"logprobs": 1}):
+                with pytest.raises(InvalidParamsError, match=f"thinking_token_budget with {name}"):
+                    await engine.generate(prompt, params(9, thinking_token_budget=1, **changes, **more))
+        legal = {"allowed_token_ids": [*range(40, 60), *end], "bad_words": ["Z", "xyz"], "logprobs": 1}
+        done = await engine.generate(prompt, params(20, thinking_token_budget=1, **legal))
+        assert list(done.token_ids[1 : 1 + len(end)]) == end
+        await check(shadow, engine)
+
+
 async def test_a_budget_for_thinking_needs_a_model_that_thinks() -> None:
     async with AsyncEngine(ShadowModel()) as engine:
         with pytest.raises(InvalidParamsError, match="thinking_token_budget"):
