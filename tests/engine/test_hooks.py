@@ -317,6 +317,45 @@ async def test_on_token_sees_every_token_before_the_next_one(run_ahead: int) -> 
     assert len(seen) == 14
 
 
+@pytest.mark.parametrize("stop", [["big"], ["world"], []])
+async def test_on_token_sees_no_forced_token_behind_a_stop_string(tokenizer: Any, stop: list[str]) -> None:
+    seen: list[int] = []
+    word = tuple(tokenizer.encode("Hello big world", add_special_tokens=False))
+    forcing = Rounds(VOCAB_SIZE, [[65]], forces={2: word})
+    shadow = ShadowModel(tokenizer=tokenizer)
+    async with AsyncEngine(constrained(shadow, lambda params: forcing.copy())) as engine:
+        done = await engine.generate([5, 6], params(2 + len(word), on_token=seen.append, stop=stop))
+        await check(shadow, engine)
+    assert tuple(seen) == done.token_ids
+    assert (done.finish_reason == "stop") == bool(stop)
+
+
+async def test_hooks_are_not_called_where_no_tokens_are_asked_for() -> None:
+    seen: list[Any] = []
+    hooks = {"on_token": seen.append, "logits_processors": [lambda *args: seen.append(args)]}
+    async with AsyncEngine(ShadowModel()) as engine:
+        done = await engine.generate([5, 6, 7], params(0, prompt_logprobs=1, **hooks))
+        assert done.token_ids == ()
+    assert not seen
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_on_token_hears_of_the_last_token_though_the_engine_closes(is_async: bool) -> None:
+    seen: list[int] = []
+
+    async def slow(token_id: int) -> None:
+        await asyncio.sleep(0.2)
+        seen.append(token_id)
+
+    def plain(token_id: int) -> None:
+        time.sleep(0.2)
+        seen.append(token_id)
+
+    async with AsyncEngine(ShadowModel()) as engine:
+        done = await engine.generate([5], params(2, on_token=slow if is_async else plain))
+    assert tuple(seen) == done.token_ids
+
+
 async def test_on_token_that_raises_ends_its_request() -> None:
     seen: list[int] = []
 
