@@ -10,7 +10,7 @@ from asyncllm.testing.state_machine import SchedulerMachine
 from asyncllm.testing.strategies import scheduler_configs
 
 
-@pytest.mark.parametrize(("ahead", "examples"), [(0, 300), (1, 350), (2, 350)])
+@pytest.mark.parametrize(("ahead", "examples"), [(0, 200), (1, 250), (2, 250)])
 def test_scheduler_holds(ahead: int, examples: int) -> None:
     class Machine(SchedulerMachine):
         configs = scheduler_configs(run_ahead=(ahead,))

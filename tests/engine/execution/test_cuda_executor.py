@@ -288,7 +288,8 @@ if INTERPRETED:
         await twins.run(decode=[6, 4])
 
     @pytest.mark.blocks_loop
-    async def test_log_probabilities(twins: Twins) -> None:
+    @pytest.mark.full
+async def test_log_probabilities(twins: Twins) -> None:
         """Of the chosen, the most likely, named ids, all; of prompts in chunks; beside rows that do not ask."""
         prompts = np.random.default_rng(4).integers(3, 512, (4, 14)).tolist()
         few = replace(seeded(1, top_k=9), logprobs=LogprobsRequest(3, (5, 500)))
@@ -317,7 +318,8 @@ if INTERPRETED:
         return replace(plan, chunks=chunks)
 
     @pytest.mark.blocks_loop
-    async def test_late_rows(twins: Twins) -> None:
+    @pytest.mark.full
+async def test_late_rows(twins: Twins) -> None:
         """Masks, biases, logits in place of the model's, penalties and scores, beside rows that wait for nobody."""
         prompts = np.random.default_rng(5).integers(3, 512, (4, 7)).tolist()
         plain = replace(seeded(1), late=True, reads_logits=True)
