@@ -1,4 +1,4 @@
-"""A thousand runs of the scheduler's state machine, shared out by how far it runs ahead."""
+"""Hundreds of runs of the scheduler's state machine, shared out by how far it runs ahead."""
 
 from __future__ import annotations
 

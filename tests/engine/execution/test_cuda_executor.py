@@ -289,7 +289,7 @@ if INTERPRETED:
 
     @pytest.mark.blocks_loop
     @pytest.mark.full
-async def test_log_probabilities(twins: Twins) -> None:
+    async def test_log_probabilities(twins: Twins) -> None:
         """Of the chosen, the most likely, named ids, all; of prompts in chunks; beside rows that do not ask."""
         prompts = np.random.default_rng(4).integers(3, 512, (4, 14)).tolist()
         few = replace(seeded(1, top_k=9), logprobs=LogprobsRequest(3, (5, 500)))
@@ -319,7 +319,7 @@ async def test_log_probabilities(twins: Twins) -> None:
 
     @pytest.mark.blocks_loop
     @pytest.mark.full
-async def test_late_rows(twins: Twins) -> None:
+    async def test_late_rows(twins: Twins) -> None:
         """Masks, biases, logits in place of the model's, penalties and scores, beside rows that wait for nobody."""
         prompts = np.random.default_rng(5).integers(3, 512, (4, 7)).tolist()
         plain = replace(seeded(1), late=True, reads_logits=True)
