@@ -970,3 +970,19 @@ async def test_impossible_seconds_are_refused(seconds: Any) -> None:
             with pytest.raises(InvalidParamsError, match="deadline"):
                 engine.stream([5], deadline=seconds)
         assert (await engine.generate([5], GREEDY)).finish_reason == "length"
+
+
+async def test_work_that_closing_drops_ends_with_engine_closed(tokenizer: Tokenizer) -> None:
+    """Not with a CancelledError, in tasks that nobody has cancelled."""
+    engine = AsyncEngine(ShadowModel(tokenizer=tokenizer))
+    await engine.start()
+    calls = [asyncio.ensure_future(engine.tokenize("word " * 10_000)) for _ in range(40)]
+    cancelled = asyncio.ensure_future(engine.detokenize([5]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await engine.aclose()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(answer, list | EngineClosed) for answer in answers)
+    assert any(isinstance(answer, EngineClosed) for answer in answers)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
