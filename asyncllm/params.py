@@ -142,7 +142,7 @@ class SamplingParams:
     detokenize: bool = True
     """Make text of the tokens; without it there are ids alone."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many last tokens of the prompt."""
+    """Keep only so many last tokens of the prompt. Where ids are given, those cut away are not validated."""
     thinking_token_budget: int | None = None
     """End the model's reasoning after so many tokens of it, by the closing tag that its chat template knows."""
     repetition_detection: RepetitionDetection | None = None

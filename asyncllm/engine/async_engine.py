@@ -312,7 +312,14 @@ class AsyncEngine:
         core = self._core()
         if self._closed:
             raise EngineClosed("the engine is closed")
-        return await asyncio.wrap_future(core.on_worker(count_characters(text), work))
+        answer = asyncio.wrap_future(core.on_worker(count_characters(text), work))
+        try:
+            await asyncio.wait([answer])  # a wait of its own: who was cancelled, this task or the work, stays apart
+        finally:
+            answer.cancel()
+        if answer.cancelled():
+            raise EngineClosed("the engine was closed")
+        return answer.result()
 
 
 def _require_asyncio() -> None:

@@ -34,6 +34,7 @@ from asyncllm.engine.plan import LateTokens, StepResult
 from asyncllm.engine.preparation import Preparation, Prepared, PreparedChoice, Submission
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
+from asyncllm.engine.side_work import SideWork
 from asyncllm.engine.statistics import engine_statistics
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
@@ -62,6 +63,7 @@ class Core:
             self._scheduler, model.runner, done=self._step_done, late_done=self._late_done, context=self._context
         )
         self._commands = CommandQueue(self._loop, self._context, self._run_turn)
+        self._beside = SideWork(self._loop, self._context)
         self._ids = count()
         self._live = LiveRequests()
         self._delivery = Delivery(self._scheduler, self._live, self._fail)
@@ -78,11 +80,13 @@ class Core:
     async def serve(self) -> None:
         """Return once the engine was closed and no request or step is left."""
         await self._served
+        await self._beside.aclose()
         await self._guidance.aclose()
 
     def end(self) -> None:
         """Answer the commands that came too late. After the loop was closed, on its thread."""
         self._closing = True
+        self._beside.end()
         while (command := self._commands.take()) is not None:
             method, argument = command
             if method == self._open:
@@ -123,12 +127,8 @@ class Core:
             raise EngineClosed("the engine is closed") from error
 
     def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Device work beside the steps. Raises `EngineClosed`."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise EngineClosed("the engine is closed") from error
+        """Device work beside the steps. The future gets `EngineClosed` where the engine ends before it."""
+        return self._beside.begin(work)
 
     @property
     def is_dead(self) -> bool:
