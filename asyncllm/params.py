@@ -152,8 +152,8 @@ class SamplingParams:
     before min_tokens if it must."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """Called in their order before each token is sampled. Async ones run in the event loop of the request, with its
-    context variables, plain ones on a thread. One that raises, or takes longer than the engine's `hook_timeout`, ends
-    its request with `HookFailed`."""
+    context variables, plain ones on a thread of each call's own. One that raises, or takes longer than the engine's
+    `hook_timeout`, ends its request with `HookFailed`."""
     on_token: OnToken | None = None
     """Called with each token, in the same way, before the next one is sampled."""
 

@@ -324,7 +324,7 @@ class Core:
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
         if choice.hooks is None or request.context is None or choice.guide is None:
             return None
-        place = HookPlace(request.loop, request.context, self._workers.hooks, self._config.hook_timeout)
+        place = HookPlace(request.loop, request.context, self._config.hook_timeout)
         return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
     def _abandon(self, request: int) -> None:

@@ -87,6 +87,8 @@ class GuideWork:
                     self._threads -= 1
                     return
                 request, guide, token_ids = self._tasks.popleft()
+            if request not in self._guides:  # forgotten: a reading from another thread, whose worst is a word in vain
+                continue
             try:
                 word: Word | Exception = guide.advance(token_ids)
             except Exception as error:

@@ -1,7 +1,8 @@
 """HookDriver: calls the host's own functions about one late request, one after another.
 
 Async functions run in the event loop that the request was submitted in, with the context variables of that moment;
-plain ones on a thread of their own. While one is at work, its row waits, and no other. One that raises or takes too
+plain ones on a thread of each call's own (`on_own_thread`), so that none waits for another, and a call's
+time is its own. While one is at work, its row waits, and no other. One that raises or takes too
 long ends its request.
 """
 
@@ -11,7 +12,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +22,11 @@ import numpy as np
 
 from asyncllm.engine.plan import Adjustment, Float32Array, RowLogits, RowSampling
 from asyncllm.engine.row_logits import adjusted_logits
+from asyncllm.engine.workers import on_own_thread
 from asyncllm.errors import HookFailed
 from asyncllm.params import LogitsProcessor, OnToken
+
+_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,6 @@ class HookPlace:
 
     loop: asyncio.AbstractEventLoop  # the request's
     context: contextvars.Context  # likewise
-    executor: Executor
     seconds: float  # that each call may take
 
 
@@ -128,7 +131,8 @@ class HookDriver:
                 values = _checked(returned, len(logits))
         if np.isnan(values).any() or not (values > -np.inf).any():
             raise HookFailed("logits_processors left no token: each logit is -inf, or one is not a number")
-        return replace(said.adjustment, mask=None, bias=RowLogits(values))
+        # +inf means this token and no other; but less the largest logit, as the sampler has it, it is not a number
+        return replace(said.adjustment, mask=None, bias=RowLogits(np.minimum(values, _LARGEST)))
 
     async def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -144,7 +148,7 @@ class HookDriver:
         if _is_async(function):
             return await self._on_loop(partial(function, *args))
         call = partial(place.context.copy().run, function, *args)
-        result = await asyncio.wrap_future(place.executor.submit(_without_exits, call))
+        result = await asyncio.wrap_future(on_own_thread(call))
         return await self._on_loop(lambda: result) if inspect.isawaitable(result) else result
 
     async def _on_loop(self, function: Callable[[], Awaitable[Any]]) -> Any:
@@ -169,16 +173,6 @@ class HookDriver:
             with suppress(RuntimeError):  # that loop is closed, and its tasks with it
                 place.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
-
-
-def _without_exits(call: Callable[[], Any]) -> Any:
-    """A function that wants the interpreter to end does not end the engine's thread."""
-    try:
-        return call()
-    except Exception:
-        raise
-    except BaseException as error:
-        raise RuntimeError(repr(error)) from error
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 LARGEST_PENALTY = 1e30
 """Where the power would be larger; it leaves no doubt either."""
+_ROUND_COST = 40
+"""Of one more token of a sequence, for all its places at once, in tokens that the Z-function reads in that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +38,53 @@ def dry_penalties(tokens: Sequence[int] | NDArray[np.int32], settings: DrySettin
         history = history[max(len(history) - settings.last_n, 0) :]
     if len(history) < 2 or int(history[-1]) in settings.breakers:
         return {}
+    return {
+        token_id: _penalty(settings, count - settings.allowed_length)
+        for token_id, count in _repetitions(history, settings.breakers).items()
+        if count >= settings.allowed_length and token_id not in settings.breakers
+    }
+
+
+def _repetitions(history: NDArray[np.int64], breakers: Set[int]) -> Mapping[int, int]:
+    """By token: how many last tokens, at most, it followed before. The last one is no breaker."""
     last = len(history) - 1
     places = np.flatnonzero(history[:last] == history[last])  # where the sequence may have ended before
     longest: dict[int, int] = {}
-    length = 1
+    length, cost = 1, 0.0
     while len(places):
+        cost += _ROUND_COST + len(places) / 8
+        if cost > len(history) + 10 * _ROUND_COST:
+            return _repetitions_by_z(history.tolist(), breakers)
         for token_id in np.unique(history[places + 1]).tolist():
             longest[token_id] = length
         before = last - length
-        if before < 0 or int(history[before]) in settings.breakers:
+        if before < 0 or int(history[before]) in breakers:
             break
         places = places[places >= length]
         places = places[history[places - length] == history[before]]
         length += 1
-    return {
-        token_id: _penalty(settings, count - settings.allowed_length)
-        for token_id, count in longest.items()
-        if count >= settings.allowed_length and token_id not in settings.breakers
-    }
+    return longest
+
+
+def _repetitions_by_z(history: Sequence[int], breakers: Set[int]) -> Mapping[int, int]:
+    """The same in linear time, however repetitive the history is: by the Z-function of what it is read backwards.
+    (Gusfield, "Algorithms on Strings, Trees, and Sequences", 1997, section 1.3.)"""
+    backwards = history[::-1]
+    reach = next((i for i, token_id in enumerate(backwards) if token_id in breakers), len(backwards))
+    lengths = [0] * len(backwards)  # how much of what follows here is equal to the beginning
+    longest: dict[int, int] = {}
+    left = right = 0  # the match that ends last
+    for i in range(1, len(backwards)):
+        length = min(lengths[i - left], right - i) if i < right else 0
+        if i + length >= right:
+            while i + length < len(backwards) and backwards[length] == backwards[i + length]:
+                length += 1
+            left, right = i, i + length
+        lengths[i] = length
+        if length:
+            follower = backwards[i - 1]
+            longest[follower] = max(longest.get(follower, 0), min(length, reach))
+    return longest
 
 
 def _penalty(settings: DrySettings, power: int) -> float:

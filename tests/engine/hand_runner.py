@@ -162,7 +162,7 @@ class HandDriven:
         )
         model = ServedModel(self.runner, facts, tokenizer, eos_token_ids=frozenset({2}))
         executor = workers or InlineExecutor()
-        self.core = Core(model, config, Workers(executor, executor, executor, executor))
+        self.core = Core(model, config, Workers(executor, executor, executor))
 
     async def open(
         self,

@@ -82,12 +82,29 @@ def test_a_word_that_is_late_is_not_waited_for_again(threads: ThreadPoolExecutor
 def test_what_a_forgotten_guide_says_is_not_heard(threads: ThreadPoolExecutor) -> None:
     gate = threading.Event()
     work, told = make(threads)
-    work.start(1, FakeGuide(gate))  # type: ignore[arg-type]
+    guide = FakeGuide(gate)
+    work.start(1, guide)  # type: ignore[arg-type]
+    while not guide.busy:
+        time.sleep(0.001)
     work.forget(1)
     gate.set()
     while not told:
         time.sleep(0.001)
     assert work.take() == []
+
+
+def test_a_forgotten_guide_is_not_asked() -> None:
+    gate, guides = threading.Event(), [FakeGuide() for _ in range(3)]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(gate.wait, 10)
+        work, _ = make(thread)
+        for request, guide in enumerate(guides):
+            work.start(request, guide)  # type: ignore[arg-type]
+            work.tell(request, (7,))
+        work.forget(1)
+        gate.set()
+    assert [guide.count for guide in guides] == [1, 0, 1]
+    assert counts(work.take()) == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 
 def test_errors_are_answers() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.engine.execution.sampler import SampledRows, sample
+from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HookPlace, Hooks, HostLogits
+from asyncllm.engine.plan import Adjustment, RowLogits, RowSampling
 from asyncllm.errors import HookFailed, InvalidParamsError
 from asyncllm.params import RepetitionDetection
 from asyncllm.testing.shadow_engine import ShadowModel
@@ -107,6 +113,72 @@ async def test_processors_follow_each_other_and_see_what_is_banned() -> None:
         assert seen == [(4, 5, 6, 8, 9)] * 3
 
 
+async def test_an_infinite_logit_decides() -> None:
+    """At any temperature, and through the sampler itself."""
+
+    async def sure(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        logits[40] = np.inf
+        logits[50] = np.finfo(np.float32).min
+
+    bound: list[Adjustment] = []
+    sampling = RowSampling(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0, seed=0, late=True, reads_logits=True)
+    place = HookPlace(asyncio.get_running_loop(), contextvars.copy_context(), 5.0)
+    driver = HookDriver(HookedRequest(Hooks([sure], None), sampling, 1), place, bound.append)
+    driver.take_logits(HostLogits(1, np.zeros(VOCAB_SIZE, np.float32)))
+    driver.take_adjustment([1], Adjustment())
+    driver.end()
+    await driver.drive()
+    (adjustment,) = bound
+    assert isinstance(adjustment.bias, RowLogits)
+    rows = SampledRows(
+        temperature=np.array([0.1], np.float32),
+        top_k=np.array([0], np.int64),
+        top_p=np.array([1], np.float32),
+        min_p=np.array([0], np.float32),
+        seed=np.array([0], np.uint64),
+        choice=np.array([0], np.int64),
+        position=np.array([1], np.int64),
+        biases=[(0, adjustment.bias)],
+    )
+    assert sample(torch.zeros(1, VOCAB_SIZE), rows).tolist() == [40]
+
+
+async def test_slow_hooks_do_not_use_up_each_others_time() -> None:
+    """Each of them has less time than all together would take on 32 threads."""
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.6)
+
+    shadow = ShadowModel()
+    async with AsyncEngine(shadow, hook_timeout=1.1, max_num_seqs=64) as engine:
+        hooked = params(1, logits_processors=[slow])
+        done = await asyncio.gather(*(engine.generate([n + 1], hooked) for n in range(64)))
+        assert [list(each.token_ids) for each in done] == [shadow.expected([n + 1], 1) for n in range(64)]
+        await check(shadow, engine)
+
+
+def test_a_hook_that_never_returns_does_not_keep_the_interpreter() -> None:
+    code = """
+import asyncio, threading
+from asyncllm import AsyncEngine, SamplingParams
+from asyncllm.errors import HookFailed
+from asyncllm.testing.shadow_engine import ShadowModel
+
+async def main():
+    async with AsyncEngine(ShadowModel(), hook_timeout=0.05) as engine:
+        hooked = SamplingParams(logits_processors=[lambda *_: threading.Event().wait()])
+        try:
+            await engine.generate([5], hooked)
+        except HookFailed:
+            print("failed")
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "failed\n"
+    assert not ended.stderr
+
+
 async def test_where_hooks_run() -> None:
     """Async ones on the request's loop with its context, which they share; plain ones elsewhere, with a copy."""
     loop, main = asyncio.get_running_loop(), threading.current_thread()
@@ -164,6 +236,10 @@ def leave(*_: Any) -> None:
     raise SystemExit("no idea")
 
 
+def stop_iteration(*_: Any) -> None:
+    raise StopIteration("no idea")
+
+
 def time_out(*_: Any) -> None:
     raise TimeoutError("no idea")
 
@@ -176,6 +252,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "plain": (fail, "ZeroDivisionError.*no idea"),
     "async": (fail_later, "ZeroDivisionError.*no idea"),
     "exit": (leave, "SystemExit.*no idea"),
+    "stop iteration": (stop_iteration, "StopIteration.*no idea"),
     "own timeout": (time_out, "TimeoutError.*no idea"),
     "shape": (lambda token_ids, logits: logits[:-1], "shape"),
     "nothing left": (lambda token_ids, logits: logits.fill(-np.inf), "left no token"),

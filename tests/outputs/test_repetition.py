@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.outputs.repetition import LARGEST_PENALTY, DrySettings, LoopWatch, dry_penalties
@@ -11,12 +12,12 @@ from asyncllm.outputs.repetition import LARGEST_PENALTY, DrySettings, LoopWatch,
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def plain_dry(tokens: Sequence[int], settings: DrySettings) -> dict[int, float]:
+def plain_dry(tokens: Sequence[int], dry: DrySettings) -> dict[int, float]:
     """Every earlier occurrence of the last token, followed backwards one by one."""
-    if settings.last_n is not None:
-        tokens = tokens[max(len(tokens) - settings.last_n, 0) :]
+    if dry.last_n is not None:
+        tokens = tokens[max(len(tokens) - dry.last_n, 0) :]
     longest: dict[int, int] = {}
-    if not tokens or tokens[-1] in settings.breakers:
+    if not tokens or tokens[-1] in dry.breakers:
         return {}
     for i in range(len(tokens) - 1):
         if tokens[i] != tokens[-1]:
@@ -24,35 +25,50 @@ def plain_dry(tokens: Sequence[int], settings: DrySettings) -> dict[int, float]:
         length = 1
         while i - length >= 0:
             expected = tokens[-1 - length]
-            if expected in settings.breakers or tokens[i - length] != expected:
+            if expected in dry.breakers or tokens[i - length] != expected:
                 break
             length += 1
         longest[tokens[i + 1]] = max(longest.get(tokens[i + 1], 0), length)
     return {
-        token_id: settings.multiplier * settings.base ** (length - settings.allowed_length)
+        token_id: dry.multiplier * dry.base ** (length - dry.allowed_length)
         for token_id, length in longest.items()
-        if length >= settings.allowed_length and token_id not in settings.breakers
+        if length >= dry.allowed_length and token_id not in dry.breakers
     }
 
 
-@given(
-    TOKENS,
-    st.builds(
-        DrySettings,
-        multiplier=st.sampled_from((0.8, 2.0)),
-        base=st.sampled_from((1.0, 1.75)),
-        allowed_length=st.integers(1, 4),
-        last_n=st.sampled_from((None, 0, 1, 5, 20)),
-        breakers=st.sampled_from((frozenset(), frozenset({2}), frozenset({0, 1}))),
-    ),
+SETTINGS = st.builds(
+    DrySettings,
+    multiplier=st.sampled_from((0.8, 2.0)),
+    base=st.sampled_from((1.0, 1.75)),
+    allowed_length=st.integers(1, 4),
+    last_n=st.sampled_from((None, 0, 1, 5, 20)),
+    breakers=st.sampled_from((frozenset(), frozenset({2}), frozenset({0, 1}))),
 )
-def test_dry_is_what_its_definition_says(tokens: list[int], settings: DrySettings) -> None:
-    assert dry_penalties(tokens, settings) == pytest.approx(plain_dry(tokens, settings))
+
+
+@given(TOKENS, SETTINGS)
+def test_dry_is_what_its_definition_says(tokens: list[int], dry: DrySettings) -> None:
+    assert dry_penalties(tokens, dry) == pytest.approx(plain_dry(tokens, dry))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 20), TOKENS, SETTINGS)
+def test_dry_of_a_repetitive_history(unit: list[int], count: int, rest: list[int], dry: DrySettings) -> None:
+    for tokens in (unit * count, [*rest, *unit * count], [*unit * count, *rest]):
+        assert dry_penalties(tokens, dry) == pytest.approx(plain_dry(tokens, dry))
+
+
+def test_dry_of_a_repetitive_history_is_linear() -> None:
+    dry = DrySettings(multiplier=1.0, base=1.0, allowed_length=1, last_n=None, breakers=frozenset())
+    start = time.process_time()
+    for tokens in ([7] * 20_000, [*range(10_000)] * 2):
+        assert set(dry_penalties(tokens, dry).values()) == {1.0}
+    assert time.process_time() - start < 1.0  # 6 s where it is quadratic
 
 
 def test_dry_does_not_overflow() -> None:
-    settings = DrySettings(multiplier=1000.0, base=1000.0, allowed_length=1, last_n=None, breakers=frozenset())
-    assert dry_penalties([5] * 500, settings) == {5: LARGEST_PENALTY}
+    dry = DrySettings(multiplier=1000.0, base=1000.0, allowed_length=1, last_n=None, breakers=frozenset())
+    assert dry_penalties([5] * 500, dry) == {5: LARGEST_PENALTY}
 
 
 def goes_round(tokens: Sequence[int], least: int, most: int, count: int) -> bool:
