@@ -29,7 +29,14 @@ from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.plan import Float32Array
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
-from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
+from asyncllm.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    EngineNotStarted,
+    InvalidParamsError,
+    InvalidPromptError,
+)
 from asyncllm.metrics import EngineState, EngineStatistics, Inspection, ModelDescription
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion, Embedding
@@ -202,6 +209,8 @@ class AsyncEngine:
 
         They are computed one after another, between the steps of requests.
         """
+        if isinstance(texts, str | bytes):
+            raise InvalidPromptError(f"embed takes a list of texts, got {texts!r:.80}: for one text, [text]")
         core = self._core()
         runner = core.model.runner
         if not isinstance(runner, Embeds):

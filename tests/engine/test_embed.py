@@ -47,6 +47,8 @@ async def test_beside_requests(tmp_path: Path) -> None:
         assert np.isclose(np.linalg.norm(vector.embedding), 1)
         with pytest.raises(InvalidPromptError):
             await engine.embed([""])
+        with pytest.raises(InvalidPromptError, match="list of texts"):
+            await engine.embed("abc")
         with pytest.raises(ContextLengthError):
             await engine.embed([[5] * 5000])
     with pytest.raises(EngineClosed):
