@@ -324,6 +324,8 @@ class Core:
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
         if choice.hooks is None or request.context is None or choice.guide is None:
             return None
+        if request.params.max_tokens == 0:
+            return None  # it runs for its prompt's sake: what is sampled is nobody's
         place = HookPlace(request.loop, request.context, self._config.hook_timeout)
         return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 

@@ -88,11 +88,13 @@ class Guidance:
             self._tasks[branch.id].cancel()
 
     async def aclose(self) -> None:
-        """Call the host no more; all requests have ended."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Call the host no more, once it was told all that came of requests that have ended by themselves.
+
+        None is left of the others, unless the engine is dead.
+        """
+        for request in self._drivers:
+            self._tasks[request].cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def take_late(self, tokens: StepTokens) -> None:
         """Late tokens have come. Who goes on needs the next word while their step runs: so guides are told first."""
@@ -127,12 +129,12 @@ class Guidance:
     def _pass_on(self, branch: Branch, word: Word) -> None:
         driver = self._drivers.get(branch.id)
         if word.forced:
-            taken = self._scheduler.force(branch.id, word.forced)
-            if driver is not None:
-                driver.take_tokens(taken)
+            taken, known = self._scheduler.force(branch.id, word.forced), len(branch.box.ids)
             self._delivery.deliver_forced(branch, taken[:-1])
             self._delivery.note_ended()  # the last of them may be a stop id
             self._delivery.deliver_forced(branch, taken[-1:])
+            if driver is not None:
+                driver.take_tokens(branch.box.ids[known:])  # none of those behind a stop string
         if word.adjustment is None:
             self._scheduler.finish(branch.id, FinishReason.STOP)
         elif driver is not None:

@@ -48,6 +48,9 @@ class Guide:
         self._vocab_size = vocab_size
         self._words = -(-vocab_size // 32)
         self._suppressed = _mask(sampling.suppressed, self._words)
+        self._legal = ~_mask(sampling.banned, self._words)
+        if sampling.allowed is not None:
+            self._legal &= _mask(sampling.allowed, self._words)
         self.prompt_tokens = len(prompt)
         self.token_ids = [*prompt]
         """Prompt and output, forced tokens included that were said last."""
@@ -72,8 +75,10 @@ class Guide:
         mask = constraint.mask()
         if mask is not None:
             self._check_mask(mask)
+            if not (mask & self._legal).any():
+                raise ValueError("allowed_token_ids or bad_words leave nothing of what the constraint leaves")
             early = len(self.token_ids) < self._sampling.suppress_before
-            if early and not (mask & ~self._suppressed).any():
+            if early and not (mask & self._legal & ~self._suppressed).any():
                 return Word(None, forced)
         return self._word(mask, forced)
 
@@ -109,16 +114,15 @@ class Guide:
         elif mask is None:
             left = bool({*(sampling.allowed or ())} - bans)
         else:
-            left = bool((mask & ~_mask(bans, self._words)).any())
+            left = bool((mask & self._legal & ~_mask(bans, self._words)).any())
         if not left:
             raise ValueError("bad_words, with what else is banned, leave no token")
 
 
 def _mask(token_ids: Sequence[int] | set[int], words: int) -> Mask:
-    mask = np.zeros(words, np.uint32)
-    for token_id in token_ids:
-        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return mask
+    legal = np.zeros(words * 32, np.bool_)
+    legal[list(token_ids)] = True
+    return np.packbits(legal, bitorder="little").view(np.uint32)
 
 
 def _row_bias(biases: Mapping[int, float]) -> RowBias:

@@ -33,7 +33,7 @@ class GuideMaker:
         self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int], sampling: RowSampling
     ) -> Sequence[Guide | None]:
         """A guide for each choice; None where the host has nothing to say. Raises `RequestError`."""
-        constraint = self._constraint(params, prompt)
+        constraint = self._constraint(params, bad_words, prompt)
         sequences = BadSequences(bad_words.sequences) if bad_words.sequences else None
         dry = self._dry(params)
         if constraint is None and sequences is None and dry is None and not params.has_hooks:
@@ -50,13 +50,15 @@ class GuideMaker:
             for own in (constraint, *copies)
         ]
 
-    def _constraint(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+    def _constraint(self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int]) -> Constraint | None:
         constraint = self._constrain(params)
         if params.thinking_token_budget is None:
             return constraint
         if constraint is not None:
             raise InvalidParamsError("thinking_token_budget with structured_output: it leaves no place for reasoning")
-        return self._thinking(params.thinking_token_budget, prompt)
+        thinking = self._thinking(params.thinking_token_budget, prompt)
+        _check_legal(thinking.end, params, bad_words)
+        return thinking
 
     def _thinking(self, budget: int, prompt: Sequence[int]) -> ThinkingBudget:
         tokenizer, template = self._model.tokenizer, self._model.chat_template
@@ -89,3 +91,15 @@ class GuideMaker:
         parts = [text.encode() for text in texts]
         pieces: Mapping[int, bytes] = {i: tokenizer.token_bytes(i) for i in range(self._model.facts.vocab_size)}
         return frozenset(i for i, piece in pieces.items() if any(part in piece for part in parts))
+
+
+def _check_legal(end: Sequence[int], params: SamplingParams, bad_words: BadWords) -> None:
+    """Raise `InvalidParamsError` where the tokens that end the reasoning may not come."""
+    allowed = params.allowed_token_ids
+    if allowed is not None and not set(end) <= set(allowed):
+        raise InvalidParamsError(
+            f"thinking_token_budget with allowed_token_ids: these lack some of {[*end]}, which end the reasoning"
+        )
+    bans = (*bad_words.sequences, *((token_id,) for token_id in bad_words.banned))
+    if any(tuple(end[i : i + len(ban)]) == ban for ban in bans for i in range(len(end))):
+        raise InvalidParamsError(f"thinking_token_budget with bad_words: they ban {[*end]}, which end the reasoning")

@@ -28,7 +28,8 @@ class ThinkingBudget:
         """`start` and `end`: the tokens between which a model reasons, at least one each; `begun`: the prompt has the
         first of them."""
         self._start = tuple(start)
-        self._end = tuple(end)
+        self.end = tuple(end)
+        """What is forced."""
         self._left = budget
         self._vocab_size = vocab_size
         self._stage = _Stage.INSIDE if begun else _Stage.BEFORE
@@ -60,7 +61,7 @@ class ThinkingBudget:
 
     def copy(self) -> Self:
         """See `Constraint`."""
-        copy = type(self)(self._start, self._end, self._left, self._vocab_size, begun=False)
+        copy = type(self)(self._start, self.end, self._left, self._vocab_size, begun=False)
         copy._stage, copy._tail, copy._closing = self._stage, self._tail, self._closing
         return copy
 
@@ -70,13 +71,13 @@ class ThinkingBudget:
             if not self._closing:
                 self._stage = _Stage.AFTER
             return
-        most = max(len(self._start), len(self._end))
+        most = max(len(self._start), len(self.end))
         self._tail = (*self._tail, token_id)[-most:]
         if self._stage is _Stage.BEFORE and self._ends_with(self._start):
             self._stage, self._tail = _Stage.INSIDE, ()
         elif self._stage is _Stage.INSIDE:
             self._left -= 1
-            if self._ends_with(self._end):
+            if self._ends_with(self.end):
                 self._stage = _Stage.AFTER
         self._settle()
 
@@ -85,4 +86,4 @@ class ThinkingBudget:
 
     def _settle(self) -> None:
         if self._stage is _Stage.INSIDE and self._left <= 0:
-            self._closing = self._end
+            self._closing = self.end

@@ -243,6 +243,14 @@ def test_min_tokens_bans_an_end_unless_nothing_else_is_legal() -> None:
     assert later.advance((7, 2)).adjustment is not None
 
 
+@pytest.mark.parametrize("changes", [{"allowed": (3, 4)}, {"banned": (7, 8)}])
+def test_what_a_constraint_leaves_must_be_legal(changes: dict[str, Any]) -> None:
+    sampling = replace(LATE, **changes)
+    guide = Guide(Guidelines(Rounds(VOCAB_SIZE, [[7, 8]])), prompt=[1], sampling=sampling, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ValueError, match="allowed_token_ids or bad_words"):
+        guide.advance(())
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -317,6 +317,45 @@ async def test_on_token_sees_every_token_before_the_next_one(run_ahead: int) -> 
     assert len(seen) == 14
 
 
+@pytest.mark.parametrize("stop", [["big"], ["world"], []])
+async def test_on_token_sees_no_forced_token_behind_a_stop_string(tokenizer: Any, stop: list[str]) -> None:
+    seen: list[int] = []
+    word = tuple(tokenizer.encode("Hello big world", add_special_tokens=False))
+    forcing = Rounds(VOCAB_SIZE, [[65]], forces={2: word})
+    shadow = ShadowModel(tokenizer=tokenizer)
+    async with AsyncEngine(constrained(shadow, lambda params: forcing.copy())) as engine:
+        done = await engine.generate([5, 6], params(2 + len(word), on_token=seen.append, stop=stop))
+        await check(shadow, engine)
+    assert tuple(seen) == done.token_ids
+    assert (done.finish_reason == "stop") == bool(stop)
+
+
+async def test_hooks_are_not_called_where_no_tokens_are_asked_for() -> None:
+    seen: list[Any] = []
+    hooks = {"on_token": seen.append, "logits_processors": [lambda *args: seen.append(args)]}
+    async with AsyncEngine(ShadowModel()) as engine:
+        done = await engine.generate([5, 6, 7], params(0, prompt_logprobs=1, **hooks))
+        assert done.token_ids == ()
+    assert not seen
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_on_token_hears_of_the_last_token_though_the_engine_closes(is_async: bool) -> None:
+    seen: list[int] = []
+
+    async def slow(token_id: int) -> None:
+        await asyncio.sleep(0.2)
+        seen.append(token_id)
+
+    def plain(token_id: int) -> None:
+        time.sleep(0.2)
+        seen.append(token_id)
+
+    async with AsyncEngine(ShadowModel()) as engine:
+        done = await engine.generate([5], params(2, on_token=slow if is_async else plain))
+    assert tuple(seen) == done.token_ids
+
+
 async def test_on_token_that_raises_ends_its_request() -> None:
     seen: list[int] = []
 
@@ -397,6 +436,26 @@ async def test_a_loop_is_ended(run_ahead: int) -> None:
         done = await engine.generate([5], params(40, repetition_detection=RepetitionDetection(**detection)))
         assert done.token_ids == (40, 1, 2, 3, 1, 2, 3, 1, 2, 3)
         assert (done.finish_reason, done.stop_reason) == ("stop", "repetition")
+        await check(shadow, engine)
+
+
+async def test_a_budget_for_thinking_must_be_able_to_end_it(tokenizer: Any) -> None:
+    shadow = ShadowModel(tokenizer=tokenizer, chat_template="{{ '<think></think>' }}")
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    prompt = tokenizer.encode("<think>", add_special_tokens=False)
+    letter = tokenizer.decode([end[2]])
+    async with AsyncEngine(shadow) as engine:
+        for changes, name in (
+            ({"allowed_token_ids": [*range(40, 60), *end[1:]]}, "allowed_token_ids"),
+            ({"bad_words": [letter]}, "bad_words"),
+            ({"bad_words": ["</think>"]}, "bad_words"),
+        ):
+            for more in ({}, {"logprobs": 1}):
+                with pytest.raises(InvalidParamsError, match=f"thinking_token_budget with {name}"):
+                    await engine.generate(prompt, params(9, thinking_token_budget=1, **changes, **more))
+        legal = {"allowed_token_ids": [*range(40, 60), *end], "bad_words": ["Z", "xyz"], "logprobs": 1}
+        done = await engine.generate(prompt, params(20, thinking_token_budget=1, **legal))
+        assert list(done.token_ids[1 : 1 + len(end)]) == end
         await check(shadow, engine)
 
 
