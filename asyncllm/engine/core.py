@@ -51,8 +51,7 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self.model = model
-        self._config = config
+        self.model, self._config = model, config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
         self._preparation = Preparation(model, config, self._scheduler.config.capacity)
@@ -322,10 +321,9 @@ class Core:
         mailbox.notify()
 
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
-        if choice.hooks is None or request.context is None or choice.guide is None:
+        unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
+        if unheard or choice.hooks is None or request.context is None or choice.guide is None:
             return None
-        if request.params.max_tokens == 0:
-            return None  # it runs for its prompt's sake: what is sampled is nobody's
         place = HookPlace(request.loop, request.context, self._config.hook_timeout)
         return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
