@@ -56,23 +56,28 @@ def checked_strings(name: str, value: str | Sequence[str], most: int, most_chara
     return tuple(strings)
 
 
-def checked_ids(name: str, ids: Sequence[int], most: int | None = None) -> tuple[int, ...]:
+def checked_ids(name: str, ids: Sequence[int], most: int) -> tuple[int, ...]:
     """Token ids in their order; whether the vocabulary has them is checked where that is known."""
     if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
         raise InvalidParamsError(f"{name} must be a list of token ids, got {ids!r:.80}")
-    if most is not None and len(ids) > most:
+    if len(ids) > most:
         raise InvalidParamsError(f"{name} may hold at most {most} ids, got {len(ids)}")
+    ids = tuple(ids)
+    if ids and {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) <= MAX_COUNT:
+        return ids  # a whole vocabulary in milliseconds; the loop below knows what is wrong with the others
     for token_id in ids:
         if token_id is None:
             raise InvalidParamsError(f"{name} holds None")
         check_integer(f"each of {name}", token_id, 0, MAX_COUNT)
-    return tuple(ids)
+    return ids
 
 
 def checked_biases(
-    name: str, biases: Mapping[int, float] | Sequence[tuple[int, float]], bound: float
+    name: str, biases: Mapping[int, float] | Sequence[tuple[int, float]], most: int, bound: float
 ) -> tuple[tuple[int, float], ...]:
     """(token id, bias) in the order of ids, each once."""
+    if isinstance(biases, Mapping | Sequence) and len(biases) > most:
+        raise InvalidParamsError(f"{name} may hold at most {most} ids, got {len(biases)}")
     if isinstance(biases, Mapping):
         pairs: list[Any] = list(biases.items())
     elif isinstance(biases, Sequence) and not isinstance(biases, str | bytes | bytearray):

@@ -26,6 +26,9 @@ MAX_LOGPROBS = 20
 """Alternatives of one position, unless all are asked for."""
 MAX_LOGPROB_IDS = 256
 MAX_BIAS = 100.0
+MAX_BIASES = MAX_STOP_IDS = 10_000
+MAX_ALLOWED_IDS = 300_000
+"""More than any vocabulary has. These bounds keep the checks, which run on the caller's event loop, under 20 ms."""
 
 ALL_LOGPROBS: Literal["all"] = "all"
 """For `logprobs` and `prompt_logprobs`: the whole vocabulary."""
@@ -109,7 +112,7 @@ class SamplingParams:
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     """Texts over which DRY follows no sequence."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default_factory=dict)
-    """Added to the logits of these ids, in [-100, 100]; kept as a sorted tuple of pairs."""
+    """Added to the logits of these ids, in [-100, 100]; at most 10,000, kept as a sorted tuple of pairs."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these ids may be sampled."""
     bad_words: Sequence[str] = ()
@@ -142,7 +145,7 @@ class SamplingParams:
     detokenize: bool = True
     """Make text of the tokens; without it there are ids alone."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many last tokens of the prompt."""
+    """Keep only so many last tokens of the prompt. Where ids are given, those cut away are not validated."""
     thinking_token_budget: int | None = None
     """End the model's reasoning after so many tokens of it, by the closing tag that its chat template knows."""
     repetition_detection: RepetitionDetection | None = None
@@ -243,10 +246,10 @@ class SamplingParams:
         put("stop", checked_strings("stop", self.stop, 64, 4096))
         put("bad_words", checked_strings("bad_words", self.bad_words, 1024, 65536))
         put("dry_sequence_breakers", checked_strings("dry_sequence_breakers", self.dry_sequence_breakers, 64, 4096))
-        put("stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
-        put("logit_bias", checked_biases("logit_bias", self.logit_bias, MAX_BIAS))
+        put("stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS))
+        put("logit_bias", checked_biases("logit_bias", self.logit_bias, MAX_BIASES, MAX_BIAS))
         put("logits_processors", tuple(self.logits_processors))
-        for name, most in (("allowed_token_ids", None), ("logprob_token_ids", MAX_LOGPROB_IDS)):
+        for name, most in (("allowed_token_ids", MAX_ALLOWED_IDS), ("logprob_token_ids", MAX_LOGPROB_IDS)):
             ids = getattr(self, name)
             if ids is not None:
                 put(name, checked_ids(name, ids, most))
@@ -271,7 +274,7 @@ class SamplingParams:
             return
         if not allowed:
             raise InvalidParamsError("allowed_token_ids is empty: nothing may be sampled")
-        if self.min_tokens and set(allowed) <= set(self.stop_token_ids):
+        if self.min_tokens and frozenset(self.stop_token_ids).issuperset(allowed):
             raise InvalidParamsError(
                 "allowed_token_ids holds nothing but stop_token_ids: nothing is left for min_tokens"
             )

@@ -114,3 +114,21 @@ def test_repetition_detection(sizes: tuple[int, int, int]) -> None:
     RepetitionDetection(max_pattern_size=3)
     with pytest.raises(InvalidParamsError, match=r"repetition_detection\.m"):
         RepetitionDetection(max_pattern_size=sizes[0], min_pattern_size=sizes[1], min_count=sizes[2])
+
+
+def test_lists_of_ids_are_bounded_and_a_whole_vocabulary_is_checked() -> None:
+    """The checks run on the caller's event loop."""
+    ids = list(range(262_144))
+    assert SamplingParams(allowed_token_ids=ids).allowed_token_ids == tuple(ids)
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(10_000), 1.0)).biases) == 10_000
+    for wrong in (True, -1, 2**31, None, 1.0):
+        with pytest.raises(InvalidParamsError, match="allowed_token_ids"):
+            SamplingParams(allowed_token_ids=[*ids, wrong])  # type: ignore[list-item]
+    with pytest.raises(InvalidParamsError, match="at most 300000"):
+        SamplingParams(allowed_token_ids=range(300_001))
+    with pytest.raises(InvalidParamsError, match="at most 10000"):
+        SamplingParams(stop_token_ids=range(10_001))
+    with pytest.raises(InvalidParamsError, match="at most 10000"):
+        SamplingParams(logit_bias=dict.fromkeys(range(10_001), 1.0))
+    with pytest.raises(InvalidParamsError, match="nothing is left"):
+        SamplingParams(allowed_token_ids=[3, 4, 3], stop_token_ids=[5, 4, 3], min_tokens=1)

@@ -29,7 +29,14 @@ from asyncllm.engine.model import ModelLoader, model_loader
 from asyncllm.engine.plan import Float32Array
 from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
 from asyncllm.engine.stream import TokenStream
-from asyncllm.errors import ConfigError, EngineClosed, EngineError, EngineNotStarted, InvalidParamsError
+from asyncllm.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    EngineNotStarted,
+    InvalidParamsError,
+    InvalidPromptError,
+)
 from asyncllm.metrics import EngineState, EngineStatistics, Inspection, ModelDescription
 from asyncllm.params import SamplingParams
 from asyncllm.results import Completion, Embedding
@@ -202,6 +209,8 @@ class AsyncEngine:
 
         They are computed one after another, between the steps of requests.
         """
+        if isinstance(texts, str | bytes):
+            raise InvalidPromptError(f"embed takes a list of texts, got {texts!r:.80}: for one text, [text]")
         core = self._core()
         runner = core.model.runner
         if not isinstance(runner, Embeds):
@@ -312,7 +321,14 @@ class AsyncEngine:
         core = self._core()
         if self._closed:
             raise EngineClosed("the engine is closed")
-        return await asyncio.wrap_future(core.on_worker(count_characters(text), work))
+        answer = asyncio.wrap_future(core.on_worker(count_characters(text), work))
+        try:
+            await asyncio.wait([answer])  # a wait of its own: who was cancelled, this task or the work, stays apart
+        finally:
+            answer.cancel()
+        if answer.cancelled():
+            raise EngineClosed("the engine was closed")
+        return answer.result()
 
 
 def _require_asyncio() -> None:

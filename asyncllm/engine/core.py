@@ -34,6 +34,7 @@ from asyncllm.engine.plan import LateTokens, StepResult
 from asyncllm.engine.preparation import Preparation, Prepared, PreparedChoice, Submission
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
+from asyncllm.engine.side_work import SideWork
 from asyncllm.engine.statistics import engine_statistics
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
@@ -50,8 +51,7 @@ class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
     def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
-        self.model = model
-        self._config = config
+        self.model, self._config = model, config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
         self._preparation = Preparation(model, config, self._scheduler.config.capacity)
@@ -62,6 +62,7 @@ class Core:
             self._scheduler, model.runner, done=self._step_done, late_done=self._late_done, context=self._context
         )
         self._commands = CommandQueue(self._loop, self._context, self._run_turn)
+        self._beside = SideWork(self._loop, self._context)
         self._ids = count()
         self._live = LiveRequests()
         self._delivery = Delivery(self._scheduler, self._live, self._fail)
@@ -78,11 +79,13 @@ class Core:
     async def serve(self) -> None:
         """Return once the engine was closed and no request or step is left."""
         await self._served
+        await self._beside.aclose()
         await self._guidance.aclose()
 
     def end(self) -> None:
         """Answer the commands that came too late. After the loop was closed, on its thread."""
         self._closing = True
+        self._beside.end()
         while (command := self._commands.take()) is not None:
             method, argument = command
             if method == self._open:
@@ -123,12 +126,8 @@ class Core:
             raise EngineClosed("the engine is closed") from error
 
     def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Device work beside the steps. Raises `EngineClosed`."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise EngineClosed("the engine is closed") from error
+        """Device work beside the steps. The future gets `EngineClosed` where the engine ends before it."""
+        return self._beside.begin(work)
 
     @property
     def is_dead(self) -> bool:
@@ -322,7 +321,8 @@ class Core:
         mailbox.notify()
 
     def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
-        if choice.hooks is None or request.context is None or choice.guide is None or request.params.max_tokens == 0:
+        unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
+        if unheard or choice.hooks is None or request.context is None or choice.guide is None:
             return None
         place = HookPlace(request.loop, request.context, self._config.hook_timeout)
         return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)

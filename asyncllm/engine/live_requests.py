@@ -123,6 +123,7 @@ def _nobody() -> Branch:
     mailbox.choices[0].ids = _Lost()
     submission = Submission((), SamplingParams(), 0.0, ChatOptions())
     loop = asyncio.BaseEventLoop()  # never run
+    loop.close()
     return Branch(-1, Request(-1, mailbox, submission, loop), mailbox.choices[0])
 
 

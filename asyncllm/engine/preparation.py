@@ -215,7 +215,7 @@ class Preparation:
         return self._prompt_array(text, ChatOptions(), None)
 
     def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
-        """The prompt's ids, or so many `last` ones of them."""
+        """The prompt's ids, or so many `last` ones of them; given ids before those are not looked at."""
         limit = self._limit if last is None else None
         kept = slice(None if last is None else -last, None)
         if isinstance(prompt, str) or is_messages(prompt):
@@ -223,7 +223,12 @@ class Preparation:
             if len(array) == 0:
                 raise InvalidPromptError("the prompt is empty" if not prompt else "the prompt has no token")
             return self._within_vocabulary(array)
-        return self._id_array(prompt, limit=limit)[kept]
+        if last is not None:  # first, and unseen: converting millions of ids holds the interpreter lock
+            try:
+                prompt = prompt[kept]
+            except (TypeError, LookupError):
+                raise _not_ids(prompt) from None
+        return self._id_array(prompt, limit=self._limit)
 
     def _id_array(self, ids: Any, limit: int | None = None, *, may_be_empty: bool = False) -> Int32Array:
         """[n] int32, all within the vocabulary."""

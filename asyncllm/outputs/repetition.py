@@ -97,27 +97,29 @@ def _penalty(settings: DrySettings, power: int) -> float:
 class LoopWatch:
     """Looks whether an output ends with a pattern of `least` to `most` tokens that came `count` times in a row."""
 
-    __slots__ = ("_count", "_least", "_most", "_runs", "_tokens", "found")
+    __slots__ = ("_at", "_least", "_most", "_needed", "_runs", "_tokens", "found")
 
     def __init__(self, least: int, most: int, count: int) -> None:
         self._least = least
         self._most = most
-        self._count = count
-        self._tokens: list[int] = []
-        # runs[i]: how many tokens in a row are equal to those `least + i` before them
-        self._runs: NDArray[np.int64] = np.zeros(most - least + 1, np.int64)
+        # The newest token first, at `_at`; -1 where there is none. Longer than need be, so that it is rarely moved.
+        self._tokens: NDArray[np.int32] = np.full(2 * most + 64, -1, np.int32)
+        self._at = len(self._tokens) - most
+        # _runs[i]: how many tokens in a row are equal to those `least + i` before them; _needed: how many are a loop
+        self._runs: NDArray[np.int32] = np.zeros(most - least + 1, np.int32)
+        needed = np.arange(least, most + 1) * (count - 1)
+        self._needed: NDArray[np.int32] = np.minimum(needed, np.iinfo(np.int32).max).astype(np.int32)
         self.found = False
 
     def push(self, token_id: int) -> bool:
         """Whether the output goes round in circles with this token."""
-        tokens = self._tokens
-        tokens.append(token_id)
-        if len(tokens) > 2 * self._most:  # so that it is rarely cut
-            del tokens[: len(tokens) - self._most - 1]
-        before = np.array(tokens[-self._most - 1 : -self._least], np.int64)[::-1]  # by how far back, `least` first
-        same = np.zeros(len(self._runs), np.bool_)
-        same[: len(before)] = before == token_id
-        self._runs = np.where(same, self._runs + 1, 0)
-        lengths = np.arange(self._least, self._most + 1)
-        self.found |= bool((self._runs >= lengths * (self._count - 1)).any())
+        tokens, runs = self._tokens, self._runs
+        if self._at == 0:
+            self._at = len(tokens) - self._most
+            tokens[self._at :] = tokens[: self._most]
+        self._at -= 1
+        tokens[self._at] = token_id
+        runs += 1
+        runs *= tokens[self._at + self._least : self._at + self._most + 1] == token_id
+        self.found |= bool((runs >= self._needed).any())
         return self.found

@@ -970,3 +970,36 @@ async def test_impossible_seconds_are_refused(seconds: Any) -> None:
             with pytest.raises(InvalidParamsError, match="deadline"):
                 engine.stream([5], deadline=seconds)
         assert (await engine.generate([5], GREEDY)).finish_reason == "length"
+
+
+async def test_work_that_closing_drops_ends_with_engine_closed(tokenizer: Tokenizer) -> None:
+    """Not with a CancelledError, in tasks that nobody has cancelled."""
+    engine = AsyncEngine(ShadowModel(tokenizer=tokenizer))
+    await engine.start()
+    calls = [asyncio.ensure_future(engine.tokenize("word " * 10_000)) for _ in range(40)]
+    cancelled = asyncio.ensure_future(engine.detokenize([5]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await engine.aclose()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(answer, list | EngineClosed) for answer in answers)
+    assert any(isinstance(answer, EngineClosed) for answer in answers)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+
+
+async def test_ids_that_are_cut_away_are_not_converted() -> None:
+    """Converting millions of them would hold the interpreter lock, and the host's loop with it."""
+    params = SamplingParams(temperature=0, max_tokens=4, truncate_prompt_tokens=8)
+    ids = ["not an id"] * 1_000_000 + list(range(8))
+    async with serving() as (engine, _):
+        expected = await engine.generate(list(range(8)), params)
+        for prompt in (ids, tuple(ids), np.arange(-8, 8), range(-8, 8)):
+            found = await engine.generate(prompt, params)  # type: ignore[arg-type]  # not all of them are ids
+            assert found.token_ids == expected.token_ids
+        for wrong in ({3: 4}, {3}, 7, b"abc", [True]):
+            with pytest.raises(InvalidPromptError):
+                await engine.generate(wrong, params)  # type: ignore[arg-type]
+        too_many = SamplingParams(truncate_prompt_tokens=5_000_000)
+        with pytest.raises(ContextLengthError):
+            await engine.generate([3] * 5_000_000, too_many)

@@ -47,6 +47,8 @@ async def test_beside_requests(tmp_path: Path) -> None:
         assert np.isclose(np.linalg.norm(vector.embedding), 1)
         with pytest.raises(InvalidPromptError):
             await engine.embed([""])
+        with pytest.raises(InvalidPromptError, match="list of texts"):
+            await engine.embed("abc")
         with pytest.raises(ContextLengthError):
             await engine.embed([[5] * 5000])
     with pytest.raises(EngineClosed):
@@ -57,3 +59,14 @@ async def test_a_device_that_cannot() -> None:
     async with AsyncEngine(ShadowModel()) as engine:
         with pytest.raises(InvalidParamsError, match="embeddings"):
             await engine.embed([[1]])
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.06])
+async def test_closing_ends_it(tmp_path: Path, delay: float) -> None:
+    folder = write_tiny_model(tmp_path)
+    async with AsyncEngine(str(folder), device="cpu", num_blocks=32) as engine:
+        embedding = asyncio.ensure_future(engine.embed([[1, 2, 3]] * 20_000))
+        await asyncio.sleep(delay)
+        await engine.aclose()
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(embedding, 5)

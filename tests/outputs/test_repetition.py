@@ -87,3 +87,16 @@ def test_a_loop_is_found_when_it_closes(tokens: list[int], least: int, more: int
         assert found == goes_round(tokens[:end], least, least + more, count)
         if found:
             break
+
+
+def test_a_long_pattern_is_found_far_into_an_output() -> None:
+    watch = LoopWatch(90, 100, 3)
+    before = [*range(1000), *range(95)]
+    assert not any(watch.push(token_id) for token_id in before)
+    found = [watch.push(token_id) for token_id in [*range(95)] * 2]
+    assert found == [False] * 189 + [True]
+
+
+def test_many_repetitions_of_a_long_pattern_may_be_asked_for() -> None:
+    watch = LoopWatch(1, 4096, 2**31 - 1)
+    assert not any(watch.push(5) for _ in range(5000))

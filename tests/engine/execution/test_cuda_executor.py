@@ -288,6 +288,7 @@ if INTERPRETED:
         await twins.run(decode=[6, 4])
 
     @pytest.mark.blocks_loop
+    @pytest.mark.full
     async def test_log_probabilities(twins: Twins) -> None:
         """Of the chosen, the most likely, named ids, all; of prompts in chunks; beside rows that do not ask."""
         prompts = np.random.default_rng(4).integers(3, 512, (4, 14)).tolist()
@@ -317,6 +318,7 @@ if INTERPRETED:
         return replace(plan, chunks=chunks)
 
     @pytest.mark.blocks_loop
+    @pytest.mark.full
     async def test_late_rows(twins: Twins) -> None:
         """Masks, biases, logits in place of the model's, penalties and scores, beside rows that wait for nobody."""
         prompts = np.random.default_rng(5).integers(3, 512, (4, 7)).tolist()
