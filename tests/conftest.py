@@ -95,7 +95,7 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "blocks_loop: calls the blocking API inside a running event loop on purpose")
+    config.addinivalue_line("markers", "blocks_loop: blocks its event loop, or runs hundreds of tasks a turn")
 
 
 @pytest.fixture(scope="session", autouse=True)
