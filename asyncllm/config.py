@@ -110,13 +110,18 @@ class EngineConfig:
 
     def override(self, **overrides: Any) -> EngineConfig:
         """A new config with these fields changed; raises `ConfigError` with the nearest name for an unknown one."""
-        known = [f.name for f in fields(self)]
-        for name in overrides:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-                raise ConfigError(f"unknown engine setting {name!r}{hint}")
+        check_names(EngineConfig, "engine setting", overrides)
         return replace(self, **overrides)
+
+
+def check_names(settings: type[Any], kind: str, names: Iterable[str]) -> None:
+    """Raise `ConfigError`, with the nearest name, for one that is no field of the dataclass `settings`."""
+    known = [f.name for f in fields(settings)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            raise ConfigError(f"unknown {kind} {name!r}{hint}")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncllm.config import check_names
 from asyncllm.errors import ConfigError
 
 KIB, MIB = 1024, 1024 * 1024
@@ -69,12 +69,7 @@ class ApiSettings:
 
     def override(self, **overrides: Any) -> ApiSettings:
         """New settings with these fields changed; raises `ConfigError` with the nearest name for an unknown one."""
-        known = [field.name for field in fields(self)]
-        for name in overrides:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-                raise ConfigError(f"unknown API setting {name!r}{hint}")
+        check_names(ApiSettings, "API setting", overrides)
         return replace(self, **overrides)
 
 
