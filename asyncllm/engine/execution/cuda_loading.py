@@ -18,7 +18,7 @@ from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.runner import ModelFacts, Runner
-from asyncllm.engine.execution.sizes import choose_sizes, megabytes
+from asyncllm.engine.execution.sizes import choose_sizes, dtype_name, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
@@ -100,8 +100,8 @@ def _build(
     free = torch.cuda.mem_get_info(device)[0]
     if weights + workspace > free:
         raise InsufficientMemoryError(
-            f"the weights take {megabytes(weights)} as {_name(dtype)} and a step about {megabytes(workspace)}, and "
-            f"{megabytes(free)} are free on {device}"
+            f"the weights take {megabytes(weights)} as {dtype_name(dtype)} and a step about {megabytes(workspace)}, "
+            f"and {megabytes(free)} are free on {device}"
         )
     sizes = choose_sizes(config, model_config, cache_dtype, free - weights - workspace)
     # no shorter than what the first run needs
@@ -132,20 +132,7 @@ def _build(
     memory["workspace"] = space.reserved_bytes() - sum(memory.values())
     memory["graphs"] = 0
     executor.serve(memory)
-    facts = ModelFacts(
-        vocab_size=model_config.vocab_size,
-        max_model_len=sizes.max_model_len,
-        block_size=sizes.layout.block_size,
-        num_blocks=sizes.num_blocks,
-        groups=sizes.layout.groups,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=sizes.max_batched_tokens,
-        memory_bytes=memory,
-        dtype=_name(dtype),
-        device=str(device),
-        prefix_caching=not model.rotary.length_dependent,
-    )
-    return Loaded(executor, ring, turn, facts)
+    return Loaded(executor, ring, turn, sizes.facts(config, model, memory, placement))
 
 
 def first_plans(num_rows: int, max_tokens: int, length: int) -> list[StepPlan]:
@@ -245,7 +232,3 @@ def allocate_cache(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, dev
     """
     shape = (layout.layers_per_group, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

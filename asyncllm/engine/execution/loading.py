@@ -16,7 +16,7 @@ from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
-from asyncllm.engine.execution.sizes import Sizes, choose_sizes, megabytes
+from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import packable, packed_bytes
@@ -63,7 +63,7 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
     free = available_memory()
     if needed.weights > free:
         raise InsufficientMemoryError(
-            f"the weights take {megabytes(needed.weights)} as {_name(dtype)}, and {megabytes(free)} of memory are "
+            f"the weights take {megabytes(needed.weights)} as {dtype_name(dtype)}, and {megabytes(free)} of memory are "
             "available"
         )
     copies = needed.copies <= (free - needed.weights) // _COPIES_SHARE
@@ -77,26 +77,15 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)
-    facts = ModelFacts(
-        vocab_size=model_config.vocab_size,
-        max_model_len=sizes.max_model_len,
-        block_size=sizes.layout.block_size,
-        num_blocks=sizes.num_blocks,
-        groups=sizes.layout.groups,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=sizes.max_batched_tokens,
-        memory_bytes={
-            "weights": model.weight_bytes(),
-            "copies": model.copy_bytes(),
-            "cache": cache.nbytes,
-            "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
-        },
-        dtype=_name(dtype),
-        device="cpu",
-        prefix_caching=not model.rotary.length_dependent,
-    )
+    memory = {
+        "weights": model.weight_bytes(),
+        "copies": model.copy_bytes(),
+        "cache": cache.nbytes,
+        "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
+    }
     processed = config.logprobs_mode == "processed"
-    return StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed), facts
+    executor = StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed)
+    return executor, sizes.facts(config, model, memory, placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +130,3 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes, dt
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 3 * model.hidden_size + qkv + 3 * model.intermediate_size
     return sizes.max_batched_tokens * width * dtype.itemsize + config.max_num_seqs * model.vocab_size * 8
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.kv_cache import CacheLayout, make_cache_layout
+from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.errors import ConfigError, InsufficientMemoryError
+from asyncllm.layers.parameter import Placement
 from asyncllm.models.configuration import ModelConfig
+from asyncllm.models.llama import Llama
 
 _BLOCK_SIZE = 16
 _BATCHED_TOKENS = 512
@@ -24,6 +28,29 @@ class Sizes:
     max_batched_tokens: int
     layout: CacheLayout
     num_blocks: int
+
+    def facts(
+        self, config: EngineConfig, model: Llama, memory_bytes: Mapping[str, int], placement: Placement
+    ) -> ModelFacts:
+        """Of this model with a cache of these sizes."""
+        return ModelFacts(
+            vocab_size=model.config.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.layout.block_size,
+            num_blocks=self.num_blocks,
+            groups=self.layout.groups,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens,
+            memory_bytes=memory_bytes,
+            dtype=dtype_name(placement.dtype),
+            device=str(placement.device),
+            prefix_caching=not model.rotary.length_dependent,
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the configuration spells it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int) -> Sizes:
