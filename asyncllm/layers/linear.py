@@ -186,18 +186,19 @@ class GatedLinear:
         return self.linear.slots(prefix)
 
 
-class KernelGatedLinear:
+class KernelGatedLinear(GatedLinear):
     """The same on a GPU: one kernel where that is faster than the library's product and another for the activation."""
 
     def __init__(self, linear: KernelLinear, activation: KernelGatedActivation) -> None:
-        self.linear = linear
-        self.activation = activation
+        super().__init__(linear, activation)
+        self._kernel_linear = linear
+        self._kind = activation.activation
         out_features, in_features = linear.weight.shape
         self.product = Product(out_features // 2, in_features, gated=True)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Of the norm of x: [n, in] → [n, out]."""
-        linear, kind = self.linear, self.activation.activation
+        linear = self._kernel_linear
         tiling = linear.table.tiling(self.product, len(x))
         if tiling is None:
             return self.activation(functional.linear(norm(x), linear.weight, linear.bias))
@@ -211,24 +212,10 @@ class KernelGatedLinear:
             linear.weight,
             linear.bias,
             norm=row_norm,
-            activation=kind,
+            activation=self._kind,
             arrivals=linear.arrivals,
             tiling=tiling,
         )
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `WeightedLayer`."""
-        return self.linear.weight_bytes
-
-    @property
-    def copy_bytes(self) -> int:
-        """See `WeightedLayer`."""
-        return self.linear.copy_bytes
-
-    def slots(self, prefix: str) -> Iterator[tuple[str, Loadable]]:
-        """The checkpoint tensors of this layer, under `prefix`."""
-        return self.linear.slots(prefix)
 
 
 def make_linear(in_features: int, parts: Mapping[str, int], *, bias: bool, placement: Placement) -> LinearLayer:
