@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncllm import AsyncEngine
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.testing.shadow_engine import ShadowModel
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
 
 
@@ -35,3 +37,13 @@ async def eventually(reached: Callable[[], bool], seconds: float = 5.0) -> None:
     while not reached():
         assert time.monotonic() < end, "it never came about"
         await asyncio.sleep(0.005)
+
+
+async def settled(engine: AsyncEngine, shadow: ShadowModel) -> None:
+    """Nothing is left once the last step is done, and no plan was wrong."""
+    async with asyncio.timeout(5):
+        while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
+            await asyncio.sleep(0.001)
+    assert engine.statistics().blocks_used == engine.statistics().rows_used == 0
+    assert shadow.runner is not None
+    assert not shadow.runner.faults

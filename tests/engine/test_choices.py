@@ -12,6 +12,7 @@ from asyncllm import AsyncEngine, Completion, SamplingParams, TokenDelta
 from asyncllm.errors import RequestFailed
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
+from tests.engine.conftest import settled
 from tests.engine.constraints import Rounds, constrained
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -27,16 +28,6 @@ def expected(shadow: ShadowModel, prompt: list[int], n: int, length: int) -> lis
 
 def ids(completion: Completion) -> list[list[int]]:
     return [list(choice.token_ids) for choice in completion.choices]
-
-
-async def settled(engine: AsyncEngine, shadow: ShadowModel) -> None:
-    """Nothing is left once the last step is done, and no plan was wrong."""
-    async with asyncio.timeout(5):
-        while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
-            await asyncio.sleep(0.001)
-    assert engine.statistics().rows_used == 0
-    assert shadow.runner is not None
-    assert not shadow.runner.faults
 
 
 @RUN_AHEAD

@@ -21,6 +21,7 @@ from asyncllm.outputs.constraint import Constraint
 from asyncllm.testing.shadow_engine import ShadowModel
 from asyncllm.testing.shadow_tokens import Word as ShadowWord
 from asyncllm.testing.shadow_tokens import reference_output
+from tests.engine.conftest import settled
 from tests.engine.constraints import Rounds, constrained
 
 VOCAB_SIZE = 512
@@ -54,16 +55,6 @@ def expected(prompt: Sequence[int], constraint: Rounds, length: int) -> list[int
     return reference_output(prompt, LATE, VOCAB_SIZE, length, host)
 
 
-async def check(shadow: ShadowModel, engine: AsyncEngine) -> None:
-    """Nothing is left once the last step is done, and no plan was wrong."""
-    async with asyncio.timeout(5):
-        while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
-            await asyncio.sleep(0.001)
-    assert engine.statistics().blocks_used == engine.statistics().rows_used == 0
-    assert shadow.runner is not None
-    assert not shadow.runner.faults
-
-
 @RUN_AHEAD
 @pytest.mark.parametrize("constraint", [ROUNDS, FORCED], ids=["masks", "forced"])
 async def test_constrained_and_free_requests_share_steps(constraint: Rounds, run_ahead: int) -> None:
@@ -80,7 +71,7 @@ async def test_constrained_and_free_requests_share_steps(constraint: Rounds, run
             assert done.usage.completion_tokens == length
 
         await asyncio.gather(*(one(n) for n in range(20)))
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @RUN_AHEAD
@@ -95,7 +86,7 @@ async def test_preempted_and_recomputed(run_ahead: int) -> None:
 
         await asyncio.gather(*(one(n) for n in range(6)))
         assert engine.statistics().preemptions > 0
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_quick_word_is_waited_for_while_the_device_is_busy() -> None:
@@ -107,7 +98,7 @@ async def test_a_quick_word_is_waited_for_while_the_device_is_busy() -> None:
         assert shadow.runner is not None
         assert shadow.runner.steps < 40
         await free
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_slow_row_stalls_no_other() -> None:
@@ -120,7 +111,7 @@ async def test_a_slow_row_stalls_no_other() -> None:
         assert time.monotonic() - start < 0.45
         assert not slow.done()
         assert list((await slow).token_ids) == expected([5, 6], ROUNDS, 3)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_broken_constraint_ends_its_request_alone() -> None:
@@ -132,7 +123,7 @@ async def test_a_broken_constraint_ends_its_request_alone() -> None:
             await stream.result()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert list((await free).token_ids) == shadow.expected([1, 2], 40)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @pytest.mark.parametrize("ends", [0, 1, 4, 9, 12])
@@ -144,7 +135,7 @@ async def test_a_finished_constraint_stops_its_request(ends: int) -> None:
         length = 3 if 0 < ends < 3 else 29 if ends > 9 else ends  # forced tokens come all at once
         assert list(done.token_ids) == expected([5, 6], FORCED, length)
         assert done.finish_reason == "stop"
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @RUN_AHEAD
@@ -155,7 +146,7 @@ async def test_max_tokens_cuts_forced_tokens(length: int, run_ahead: int) -> Non
         done = await engine.generate([5, 6], params(length))
         assert list(done.token_ids) == expected([5, 6], FORCED, length)
         assert done.finish_reason == "length"
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_forced_stop_id_ends_the_request() -> None:
@@ -165,7 +156,7 @@ async def test_a_forced_stop_id_ends_the_request() -> None:
         ids = expected([5, 6], FORCED, 40)
         assert list(done.token_ids) == ids[: ids.index(63) + 1]
         assert (done.finish_reason, done.stop_reason) == ("stop", 63)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_forced_tokens_have_their_text(tokenizer: Tokenizer) -> None:
@@ -182,7 +173,7 @@ async def test_forced_tokens_have_their_text(tokenizer: Tokenizer) -> None:
         assert 2 < cut.usage.completion_tokens < len(whole.token_ids)
         text = "".join([delta.text async for delta in engine.stream([5, 6], params(60, stop=["big"]))])
         assert text == cut.text
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_forced_stop_id_is_not_shown(tokenizer: Tokenizer) -> None:
@@ -193,7 +184,7 @@ async def test_a_forced_stop_id_is_not_shown(tokenizer: Tokenizer) -> None:
         assert hidden.text == tokenizer.decode([65, 65, 66])
         shown = await engine.generate([5, 6], params(9, stop_token_ids=[67], include_stop_str_in_output=True))
         assert shown.text == tokenizer.decode([65, 65, 66, 67])
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_aborted_at_any_moment() -> None:
@@ -208,7 +199,7 @@ async def test_aborted_at_any_moment() -> None:
                 await asyncio.sleep(0.001 * (n % 7))
 
         await asyncio.gather(*(one(n) for n in range(60)))
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_failed_step_takes_its_late_rows_with_it() -> None:
@@ -223,7 +214,7 @@ async def test_a_failed_step_takes_its_late_rows_with_it() -> None:
                 pass
         done = await engine.generate([5, 6], params(9))
         assert list(done.token_ids) == expected([5, 6], ROUNDS, 9)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 # --- the guide itself ---

@@ -24,6 +24,7 @@ from asyncllm.engine.plan import Adjustment, RowLogits, RowSampling
 from asyncllm.errors import HookFailed, InvalidParamsError
 from asyncllm.params import RepetitionDetection
 from asyncllm.testing.shadow_engine import ShadowModel
+from tests.engine.conftest import settled
 from tests.engine.constraints import Rounds, constrained
 
 VOCAB_SIZE = 512
@@ -55,15 +56,6 @@ def params(length: int = 12, **changes: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": length, **changes})
 
 
-async def check(shadow: ShadowModel, engine: AsyncEngine) -> None:
-    async with asyncio.timeout(5):
-        while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
-            await asyncio.sleep(0.001)
-    assert engine.statistics().rows_used == 0
-    assert shadow.runner is not None
-    assert not shadow.runner.faults
-
-
 @RUN_AHEAD
 @pytest.mark.parametrize(
     "processor", [counting, counting_slowly, functools.partial(counting_slowly)], ids=["plain", "async", "partial"]
@@ -79,7 +71,7 @@ async def test_a_processor_decides(processor: Callable[..., Any], run_ahead: int
             assert list(done.token_ids) == (counted(prompt, length) if hooked else shadow.expected(prompt, length))
 
         await asyncio.gather(*(one(n) for n in range(10)))
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @RUN_AHEAD
@@ -89,7 +81,7 @@ async def test_preempted_rows_are_processed_again(run_ahead: int) -> None:
         done = await asyncio.gather(*(engine.generate([n], params(60, logits_processors=[counting])) for n in range(5)))
         assert [list(each.token_ids) for each in done] == [counted([n], 60) for n in range(5)]
         assert engine.statistics().preemptions > 0
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_processors_follow_each_other_and_see_what_is_banned() -> None:
@@ -154,7 +146,7 @@ async def test_slow_hooks_do_not_use_up_each_others_time() -> None:
         hooked = params(1, logits_processors=[slow])
         done = await asyncio.gather(*(engine.generate([n + 1], hooked) for n in range(64)))
         assert [list(each.token_ids) for each in done] == [shadow.expected([n + 1], 1) for n in range(64)]
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 def test_a_hook_that_never_returns_does_not_keep_the_interpreter() -> None:
@@ -220,7 +212,7 @@ async def test_a_slow_hook_stalls_only_its_row(is_async: bool) -> None:
         assert time.monotonic() - start < 0.35
         assert not hooked.done()
         assert list((await hooked).token_ids) == shadow.expected([5], 2)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 def fail(*_: Any) -> None:
@@ -270,7 +262,7 @@ async def test_a_failing_processor_ends_its_request_alone(fault: str) -> None:
         with pytest.raises(HookFailed, match=message):
             await engine.generate([5], params(logits_processors=[processor]))
         assert list((await mate).token_ids) == shadow.expected([1, 2], 40)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -292,7 +284,7 @@ async def test_a_hook_that_takes_too_long(is_async: bool) -> None:
             await engine.generate([5], params(logits_processors=[processor]))
         if is_async:
             await asyncio.wait_for(cancelled.wait(), 5)
-        await check(shadow, engine)
+        await settled(engine, shadow)
     release.set()
 
 
@@ -312,7 +304,7 @@ async def test_on_token_sees_every_token_before_the_next_one(run_ahead: int) -> 
     async with AsyncEngine(constrained(shadow, lambda params: forcing.copy()), run_ahead=run_ahead) as engine:
         async for delta in engine.stream([5], params(14, on_token=on_token)):
             delivered += delta.token_ids
-        await check(shadow, engine)
+        await settled(engine, shadow)
     assert seen == delivered
     assert len(seen) == 14
 
@@ -325,7 +317,7 @@ async def test_on_token_sees_no_forced_token_behind_a_stop_string(tokenizer: Any
     shadow = ShadowModel(tokenizer=tokenizer)
     async with AsyncEngine(constrained(shadow, lambda params: forcing.copy())) as engine:
         done = await engine.generate([5, 6], params(2 + len(word), on_token=seen.append, stop=stop))
-        await check(shadow, engine)
+        await settled(engine, shadow)
     assert tuple(seen) == done.token_ids
     assert (done.finish_reason == "stop") == bool(stop)
 
@@ -369,7 +361,7 @@ async def test_on_token_that_raises_ends_its_request() -> None:
         with pytest.raises(HookFailed, match="enough"):
             await engine.generate([5], params(30, on_token=on_token))
         assert seen == shadow.expected([5], 3)
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @pytest.mark.parametrize("way", ["abort", "drop", "close engine"])
@@ -397,7 +389,7 @@ async def test_nothing_is_left_of_a_hook(way: str) -> None:
             gc.collect()
         if way != "close engine":
             await asyncio.wait_for(cancelled.wait(), 5)
-            await check(shadow, engine)
+            await settled(engine, shadow)
     await asyncio.wait_for(cancelled.wait(), 5)
     assert [task for task in asyncio.all_tasks() if "hang" in repr(task)] == []
 
@@ -407,7 +399,7 @@ async def test_each_choice_is_processed() -> None:
     async with AsyncEngine(shadow, max_num_seqs=2) as engine:
         done = await engine.generate([5], params(9, n=3, logits_processors=[counting]))
         assert [list(choice.token_ids) for choice in done.choices] == [counted([5], 9)] * 3
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 # --- what works through the same mechanism ---
@@ -422,7 +414,7 @@ async def test_words_of_several_tokens_never_come(tokenizer: Any) -> None:
         banned = await engine.generate([3, 4], params(40, bad_words=[word]))
         assert word in free.text
         assert word not in banned.text
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 @RUN_AHEAD
@@ -436,7 +428,7 @@ async def test_a_loop_is_ended(run_ahead: int) -> None:
         done = await engine.generate([5], params(40, repetition_detection=RepetitionDetection(**detection)))
         assert done.token_ids == (40, 1, 2, 3, 1, 2, 3, 1, 2, 3)
         assert (done.finish_reason, done.stop_reason) == ("stop", "repetition")
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_budget_for_thinking_must_be_able_to_end_it(tokenizer: Any) -> None:
@@ -456,7 +448,7 @@ async def test_a_budget_for_thinking_must_be_able_to_end_it(tokenizer: Any) -> N
         legal = {"allowed_token_ids": [*range(40, 60), *end], "bad_words": ["Z", "xyz"], "logprobs": 1}
         done = await engine.generate(prompt, params(20, thinking_token_budget=1, **legal))
         assert list(done.token_ids[1 : 1 + len(end)]) == end
-        await check(shadow, engine)
+        await settled(engine, shadow)
 
 
 async def test_a_budget_for_thinking_needs_a_model_that_thinks() -> None:
