@@ -3,8 +3,9 @@
 A watcher thread looks at the test's loop ten times a second. Where a callback has run for longer than `LIMIT` and code
 of the package is on the loop's stack, the place is noted, and the test fails with it. What a test itself does on its
 loop (writing a model, `time.sleep` as a bad host) is its own affair. Exempt are imports (torch's takes seconds) and
-waiting for a new thread to get a processor. Time in which the watcher did not get to run either counts only if the
-loop's thread was at work: other tests may have the processors, and a library the interpreter lock.
+waiting for a new thread to get a processor; a collection of garbage, which looks through all that earlier tests left, does
+not count. Time in which the watcher did not get to run either counts only if the loop's thread was at work: other tests
+may have the processors, and a library the interpreter lock.
 
 `@pytest.mark.blocks_loop` is for tests that call the blocking API inside a running loop on purpose.
 """
@@ -12,6 +13,7 @@ loop's thread was at work: other tests may have the processors, and a library th
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 import sys
 import threading
@@ -41,13 +43,14 @@ class _Watch:
         self.offences: list[str] = []
         self._seen: float | None = None  # the callback that was running at the last look
         self._looks = 0  # at this callback, each of them in time
+        self._collects = False
 
     def look(self, in_time: bool) -> None:
         since, thread = self.busy_since, self.thread
         if since != self._seen:
             self._seen, self._looks = since, 0
         self._looks += in_time
-        if since is None or thread is None:
+        if since is None or thread is None or self._collects:
             return
         if self._looks * LOOK_EVERY < LIMIT and _processor_time(thread) - since < LIMIT:
             return
@@ -56,6 +59,13 @@ class _Watch:
             stack = "".join(traceback.format_stack(frame)[-12:])
             self.offences.append(f"the event loop was blocked for over {LIMIT} s:\n{stack}")
             self.busy_since = None  # once a callback is enough
+
+
+    def on_collection(self, phase: str, info: object) -> None:
+        """For `gc.callbacks`. The callback's time begins anew when the collection is over."""
+        if threading.get_ident() == self.thread and self.busy_since is not None:
+            self._collects = phase == "start"
+            self.busy_since = time.thread_time()
 
 
 def _processor_time(thread: int) -> float:
@@ -111,7 +121,9 @@ def _loop_watcher() -> Iterator[None]:
 
     thread = threading.Thread(target=watch, name="loop-watcher")
     thread.start()
+    gc.callbacks.append(_watch.on_collection)
     yield
+    gc.callbacks.remove(_watch.on_collection)
     ended.set()
     thread.join()
 
