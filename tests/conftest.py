@@ -2,10 +2,10 @@
 
 A watcher thread looks at the test's loop ten times a second. Where a callback has run for longer than `LIMIT` and code
 of the package is on the loop's stack, the place is noted, and the test fails with it. What a test itself does on its
-loop (writing a model, `time.sleep` as a bad host) is its own affair. Exempt are imports (torch's takes seconds) and
-waiting for a new thread to get a processor; a collection of garbage, which looks through all that earlier tests left, does
-not count. Time in which the watcher did not get to run either counts only if the loop's thread was at work: other tests
-may have the processors, and a library the interpreter lock.
+loop (writing a model, `time.sleep` as a bad host) is its own affair. Exempt are imports (of torch: seconds), waiting
+for a new thread to get a processor, and collections of garbage, which look through all that earlier tests left. Time in
+which the watcher did not get to run either counts only if the loop's thread was at work: other tests may have the
+processors, and a library the interpreter lock.
 
 `@pytest.mark.blocks_loop` is for tests that call the blocking API inside a running loop on purpose.
 """
@@ -38,34 +38,37 @@ class _Watch:
     """The loop of the running test, and what its watcher has seen."""
 
     def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.thread: int | None = None
-        self.busy_since: float | None = None  # processor time of its thread; None: it waits for events
+        self.turn: float | None = None  # when its loop had waited for events, as its processor time; None: it waits
         self.offences: list[str] = []
-        self._seen: float | None = None  # the callback that was running at the last look
+        self._callback: tuple[float, int] | None = None  # the turn and the task that ran at the last look
+        self._since = 0.0  # processor time when it was first seen
         self._looks = 0  # at this callback, each of them in time
         self._collects = False
 
     def look(self, in_time: bool) -> None:
-        since, thread = self.busy_since, self.thread
-        if since != self._seen:
-            self._seen, self._looks = since, 0
-        self._looks += in_time
-        if since is None or thread is None or self._collects:
+        turn, thread, loop = self.turn, self.thread, self.loop
+        if turn is None or thread is None or loop is None or self._collects:
+            self._callback = None
             return
-        if self._looks * LOOK_EVERY < LIMIT and _processor_time(thread) - since < LIMIT:
+        callback, now = (turn, id(asyncio.current_task(loop))), _processor_time(thread)
+        if callback != self._callback:
+            self._callback, self._since, self._looks = callback, now, 0
+        self._looks += in_time
+        if self._looks * LOOK_EVERY < LIMIT and now - self._since < LIMIT:
             return
         frame = sys._current_frames().get(thread)
-        if frame is not None and since == self.busy_since and _is_offence(frame):
+        if frame is not None and turn == self.turn and _is_offence(frame):
             stack = "".join(traceback.format_stack(frame)[-12:])
             self.offences.append(f"the event loop was blocked for over {LIMIT} s:\n{stack}")
-            self.busy_since = None  # once a callback is enough
-
+            self.turn = None  # once a turn is enough
 
     def on_collection(self, phase: str, info: object) -> None:
-        """For `gc.callbacks`. The callback's time begins anew when the collection is over."""
-        if threading.get_ident() == self.thread and self.busy_since is not None:
+        """For `gc.callbacks`: the callback's time begins anew when the collection is over."""
+        if threading.get_ident() == self.thread:
             self._collects = phase == "start"
-            self.busy_since = time.thread_time()
+            self._callback = None
 
 
 def _processor_time(thread: int) -> float:
@@ -88,14 +91,15 @@ _watch = _Watch()
 
 class _WatchedSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        _watch.busy_since = None
+        _watch.turn = None
         events = super().select(timeout)
-        _watch.thread, _watch.busy_since = threading.get_ident(), time.thread_time()
+        _watch.thread, _watch.turn = threading.get_ident(), time.thread_time()
         return events
 
 
 def _watched_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.SelectorEventLoop(_WatchedSelector())
+    _watch.loop = asyncio.SelectorEventLoop(_WatchedSelector())
+    return _watch.loop
 
 
 def pytest_asyncio_loop_factories(
@@ -105,7 +109,7 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "blocks_loop: blocks its event loop, or runs hundreds of tasks a turn")
+    config.addinivalue_line("markers", "blocks_loop: calls the blocking API inside a running loop on purpose")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,6 +136,6 @@ def _loop_watcher() -> Iterator[None]:
 def _fail_blocking_tests(request: pytest.FixtureRequest, _loop_watcher: None) -> Iterator[None]:
     _watch.offences.clear()
     yield
-    _watch.busy_since = None
+    _watch.loop = _watch.turn = None
     if request.node.get_closest_marker("blocks_loop") is None and _watch.offences:
         pytest.fail(_watch.offences[0], pytrace=False)

@@ -182,7 +182,6 @@ def living() -> list[object]:
     ("run_ahead", "windows"),
     [pytest.param(0, False, marks=pytest.mark.full), (1, True), pytest.param(2, False, marks=pytest.mark.full)],
 )
-@pytest.mark.blocks_loop  # a turn of its loops holds hundreds of callbacks, which the watcher takes for one
 async def test_storm(run_ahead: int, windows: bool, tokenizer: Tokenizer) -> None:
     threads = set(threading.enumerate())
     of_other_tests = living()
