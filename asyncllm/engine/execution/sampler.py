@@ -118,8 +118,9 @@ def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArra
     tile. A sum grows only at ids that were kept.
     """
     weights, vocabulary = scaled.exp_(), scaled.shape[-1]
-    whole = vocabulary // _TILE * _TILE
-    tiles = weights[:, :whole].unflatten(-1, (-1, _TILE)).sum(-1)
+    count = vocabulary // _TILE
+    whole = count * _TILE
+    tiles = weights[:, :whole].view(len(weights), count, _TILE).sum(-1)
     ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     target = uniform[:, None] * ends[:, -1:]
