@@ -47,10 +47,13 @@ class Guide:
         self._sampling = sampling
         self._vocab_size = vocab_size
         self._words = -(-vocab_size // 32)
+        self._nothing = bytes(4 * self._words)
         self._suppressed = _mask(sampling.suppressed, self._words)
-        self._legal = ~_mask(sampling.banned, self._words)
-        if sampling.allowed is not None:
-            self._legal &= _mask(sampling.allowed, self._words)
+        self._legal: Mask | None = None  # beside the constraint; None: all
+        if sampling.banned or sampling.allowed is not None:
+            self._legal = ~_mask(sampling.banned, self._words)
+            if sampling.allowed is not None:
+                self._legal &= _mask(sampling.allowed, self._words)
         self.prompt_tokens = len(prompt)
         self.token_ids = [*prompt]
         """Prompt and output, forced tokens included that were said last."""
@@ -65,31 +68,35 @@ class Guide:
         if token_ids:
             constraint.accept(token_ids)
         forced: tuple[int, ...] = ()
-        if self._guidelines.jumps and not constraint.finished:
-            forced = tuple(constraint.forced())
+        finished = constraint.finished
+        if self._guidelines.jumps and not finished:
+            forced = constraint.forced()
             if forced:
                 constraint.accept(forced)
                 self.token_ids += forced
-        if constraint.finished:
+                finished = constraint.finished
+        if finished:
             return Word(None, forced)
         mask = constraint.mask()
         if mask is not None:
             self._check_mask(mask)
-            if not (mask & self._legal).any():
+            legal = mask if self._legal is None else mask & self._legal
+            if legal is not mask and not legal.any():
                 raise ValueError("allowed_token_ids or bad_words leave nothing of what the constraint leaves")
             early = len(self.token_ids) < self._sampling.suppress_before
-            if early and not (mask & self._legal & ~self._suppressed).any():
+            if early and not (legal & ~self._suppressed).any():
                 return Word(None, forced)
         return self._word(mask, forced)
 
     def _word(self, mask: Mask | None, forced: tuple[int, ...] = ()) -> Word:
-        token_ids = self.token_ids.copy() if self._guidelines.tells_tokens else ()
-        return Word(Adjustment(mask, self._bias(mask)), forced, token_ids)
+        lines = self._guidelines
+        bias = None if lines.dry is None and lines.bad_sequences is None else self._bias(mask)
+        return Word(Adjustment(mask, bias), forced, self.token_ids.copy() if lines.tells_tokens else ())
 
     def _check_mask(self, mask: Mask) -> None:
         if mask.shape != (self._words,) or mask.dtype != np.uint32:
             raise ValueError(f"a mask of {self._words} words of uint32 was due, got {mask.dtype} {mask.shape}")
-        if not mask.any():
+        if mask.tobytes() == self._nothing:  # a fifth of what any() takes
             raise ValueError("the constraint leaves no token, and is not finished")
 
     def _bias(self, mask: Mask | None) -> RowBias | None:
@@ -114,7 +121,8 @@ class Guide:
         elif mask is None:
             left = bool({*(sampling.allowed or ())} - bans)
         else:
-            left = bool((mask & self._legal & ~_mask(bans, self._words)).any())
+            legal = mask if self._legal is None else mask & self._legal
+            left = bool((legal & ~_mask(bans, self._words)).any())
         if not left:
             raise ValueError("bad_words, with what else is banned, leave no token")
 
