@@ -44,9 +44,7 @@ class Request:
         "scheduled",
     )
 
-    def __init__(
-        self, request: int, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, request: int, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> None:
         """In the task that submits it: where there are functions of the host's to be called, its context is kept."""
         self.id = request
         self.mailbox = mailbox

@@ -174,9 +174,7 @@ class Preparation:
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
             guide=guide,
             hooks=Hooks(params.logits_processors, params.on_token) if params.has_hooks else None,
-            watch=None
-            if loops is None
-            else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
+            watch=None if loops is None else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
         )
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
