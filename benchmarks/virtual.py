@@ -40,6 +40,7 @@ BLOCK = 64
 CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`
     max_num_seqs=256,
     max_batched_tokens=8192,
+    mixed_chunk_tokens=256,
     block_size=BLOCK,
     num_blocks=256 * 8192 // BLOCK,
     groups=(CacheGroup(),),
@@ -328,13 +329,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS)
     parser.add_argument("--workload", action="append", choices=PROFILES["gpu"])
+    parser.add_argument("--mixed-chunk", type=int, nargs="+", default=(CONFIG.mixed_chunk_tokens,))
     parser.add_argument("--passes", type=int, default=2, help="the last one is shown")
     chosen = parser.parse_args()
     for model in chosen.model or MODELS:
         print(f"\n{model}\n{' | '.join([*COLUMNS, 'TTFT p99 of later ones', 'steps', 'graphs', 'idle'])}")
         for name in chosen.workload or PROFILES["gpu"]:
-            run = simulate(CONFIG, MODELS[model], PROFILES["gpu"][name], passes=chosen.passes)
-            print(" | ".join(run.cells()))
+            for tokens in chosen.mixed_chunk:
+                config = replace(CONFIG, mixed_chunk_tokens=tokens)
+                run = simulate(config, MODELS[model], PROFILES["gpu"][name], passes=chosen.passes)
+                print(" | ".join([*run.cells(), f"chunks of {tokens}"]))
             print(" | ".join(measured_cells(name, MEASURED[model][name])), flush=True)
 
 
