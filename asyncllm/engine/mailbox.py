@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 
@@ -47,6 +48,18 @@ class Ending:
 
     usage: Usage
     metrics: RequestMetrics
+
+
+class Waiter(Protocol):
+    """Who waits for the next token: a future, or what does its work at once when it is told."""
+
+    def done(self) -> bool:
+        """Whether it waits no more."""
+        ...
+
+    def set_result(self, result: None, /) -> object:
+        """The token is there. On the stream's loop."""
+        ...
 
 
 class ChoiceBox:
@@ -96,7 +109,7 @@ class Mailbox:
         self.consumer: ConsumerLoop | None = None
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
-        self.waiter: asyncio.Future[None] | None = None  # of the one task that waits for the next token
+        self.waiter: Waiter | None = None  # the one that waits for the next token
         self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
         # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
         self.signalled = False
