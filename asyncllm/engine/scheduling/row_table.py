@@ -162,6 +162,10 @@ class RowTable:
             self._lagging[request.id] = request
             self._snapshot = None
 
+    def use_logits(self, request: Request) -> None:
+        """The next plan samples a ready row from its logits, and leaves it others."""
+        del self._ready[request.id]
+
     def keep_logits(self, request: Request) -> None:
         """The last plan leaves the late row logits to sample from."""
         self._kept[request.id] = request

@@ -244,10 +244,11 @@ class Scheduler:
             if request.phase is not Phase.ENDED:
                 self.cache.remember(request, request.applied)
         for sample in step.late[: step.late_decoding]:
-            request = sample.request
-            request.computed = min(sample.end, request.known)  # not a token that came after the request's end
-            if request.phase is not Phase.ENDED:
-                self.cache.remember(request, request.applied)
+            request, request.computed = sample.request, sample.end
+            if request.phase is Phase.ENDED:
+                request.computed = min(sample.end, request.known)  # not a token that came after its end
+            elif sample.end % self.config.block_size == 0:
+                self.cache.remember(request, sample.end)
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()

@@ -115,20 +115,21 @@ class StepPlanner:
         position, adjustment = self._rows.position(request), request.adjustment
         assert adjustment is not None
         assert request.row is not None
-        last = position + 1 == request.limit
-        if not last:
-            if not self._make_place(request, position + 1):
-                return False
-            self._cache.grow(request, position + 1, draft)
-        self._rows.lose_logits(request)
-        request.adjustment, request.coming = None, True
-        end = position if last else position + 1
-        (draft.late_finals if last else draft.late).append(LateSample(request, request.row, adjustment, end))
-        self._rows.advance_to(request, end, draft.step)
-        if last:
+        sample = LateSample(request, request.row, adjustment, position + 1)
+        if sample.end == request.limit:
+            draft.late_finals.append(sample._replace(end=position))
+            self._rows.lose_logits(request)
+            self._rows.advance_to(request, position, draft.step)
             self._finalize(request, draft)
         else:
-            self._rows.keep_logits(request)
+            if self._cache.covered(request) <= position:
+                if not self._make_place(request, position + 1):
+                    return False
+                self._cache.grow(request, position + 1, draft)
+            draft.late.append(sample)
+            self._rows.use_logits(request)
+            self._rows.advance_to(request, position + 1, draft.step)
+        request.adjustment, request.coming = None, True
         return True
 
     def _plan_chunk(self, request: Request, draft: StepDraft) -> bool:
