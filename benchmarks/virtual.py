@@ -3,22 +3,25 @@
     python -m benchmarks.virtual [--model llama-3.1-8b] [--workload shared64] [--mixed-chunk 0 256 512]
 
 The scheduler is the real one, with run-ahead and the prefix cache; a formula says how long each of its steps takes, and
-the engine's thread, the consumers and the graphs cost what they cost on an H200. Nothing sleeps, and equal commands give
-equal figures. Beside them stand those that were measured there: the formula is worth what it comes near them.
+the engine's thread, the consumers and the graphs cost what they cost on an H200. Nothing sleeps, and equal commands
+give equal figures. Beside them stand those that were measured there: the formula is worth what it comes near them.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
+import torch
 
 from asyncllm.engine.execution.cuda_executor import PATIENCE, first_graph_sizes, graph_sizes
+from asyncllm.engine.execution.sizes import mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.engine.scheduling.scheduler import Scheduler
@@ -37,7 +40,7 @@ from asyncllm.workloads import (
 )
 
 BLOCK = 64
-CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`
+CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunk, which is the model's
     max_num_seqs=256,
     max_batched_tokens=8192,
     mixed_chunk_tokens=256,
@@ -53,10 +56,11 @@ SAMPLING = RowSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """How long a step takes, in seconds: matrix products, where reading the weights and computing hide each other in
-    part; attention of decoding rows, by the positions that they read; attention of chunks, by pairs of query and key.
+    """How long a step takes. Times in seconds: matrix products, where reading the weights and computing hide each other
+    in part; attention of decoding rows, by the positions that they read; that of chunks, by pairs of query and key.
     """
 
+    weight_bytes: int
     fixed: float  # what every step has: gaps, sampling, the attention of a single short row
     many: float  # what a step of many tokens has beside: kernels that are fused where there are few
     weights: float  # the products of one token
@@ -68,7 +72,7 @@ class StepModel:
 
     def seconds(self, tokens: int, *, positions: float, shared: float, pairs: float) -> float:
         """Of a step that computes so many tokens, those that fill it up included."""
-        products = (self.weights**2 + (tokens * self.token) ** 2) ** 0.5
+        products = math.hypot(self.weights, tokens * self.token)
         around = self.fixed + (self.many if tokens > FEW else 0.0) + tokens * self.around
         return products + around + positions * self.position + shared * self.shared + pairs * self.pair
 
@@ -86,8 +90,9 @@ class Host:
 
 
 MODELS = {
-    # PROFILE.md: one row 3.9 ms, 128 rows of 286 tokens 6.4 ms, of which attention 1.5; prefill64 39,900 tokens a second
+    # one row 3.9 ms, 128 rows of 286 tokens 6.4 ms, of which attention 1.5; prefill64 39,900 tokens a second
     "llama-3.1-8b": StepModel(
+        weight_bytes=16_060_000_000,
         fixed=0.3e-3,
         many=0.1e-3,
         weights=3.56e-3,
@@ -99,6 +104,7 @@ MODELS = {
     ),
     # one row 0.7 ms, 128 rows of 328 tokens 2.4 ms, of which attention 1.46; prefill64 305,000
     "qwen3-0.6b": StepModel(
+        weight_bytes=1_190_000_000,
         fixed=0.25e-3,
         many=0.4e-3,
         weights=0.45e-3,
@@ -222,7 +228,9 @@ class Run:
 class Engine:
     """A scheduler, a device and consumers. One event after another, in the order of their times."""
 
-    def __init__(self, config: SchedulerConfig, model: StepModel, workload: Workload, *, graphs: Graphs, seed: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, model: StepModel, workload: Workload, *, graphs: Graphs, seed: int
+    ) -> None:
         self._config = config
         self._workload = workload
         self._host = Host()
@@ -255,10 +263,9 @@ class Engine:
                     self._launch()
                     first = first or self._thread
         measurement = summarise(self._workload, self._requests, self._arrivals, end)
-        return Run(
-            measurement, self._workload.concurrency, self._steps, self._graphs.captured - captured,
-            self._device.free - first - self._device.busy,
-        )  # fmt: skip
+        captured = self._graphs.captured - captured
+        idle = self._device.free - first - self._device.busy
+        return Run(measurement, self._workload.concurrency, self._steps, captured, idle)
 
     def _post(self, time: float, event: StepPlan | tuple[int, WorkloadRequest]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
@@ -273,9 +280,7 @@ class Engine:
 
     def _add(self, index: int, request: WorkloadRequest) -> None:
         ids = np.array(request.token_ids, np.int32)
-        self._scheduler.add(
-            RequestSpec(index, ids, SAMPLING, request.max_tokens, 0, frozenset(), arrival=self._thread)
-        )
+        self._scheduler.add(RequestSpec(index, ids, SAMPLING, request.max_tokens, 0, frozenset(), arrival=self._thread))
 
     def _launch(self) -> None:
         while self._in_flight <= self._config.run_ahead:
@@ -311,8 +316,10 @@ class Engine:
         return read
 
 
-def simulate(config: SchedulerConfig, model: StepModel, workload: Workload, *, passes: int = 1) -> Run:
+def simulate(model: StepModel, workload: Workload, *, mixed_chunk: int | None = None, passes: int = 1) -> Run:
     """The last of so many passes: graphs that were captured stay."""
+    chunk = mixed_chunk or mixed_chunk_tokens(torch.device("cuda"), model.weight_bytes)
+    config = replace(CONFIG, mixed_chunk_tokens=chunk)
     graphs = Graphs(config)
     runs = [Engine(config, model, workload, graphs=graphs, seed=number).run() for number in range(passes)]
     return runs[-1]
@@ -329,16 +336,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS)
     parser.add_argument("--workload", action="append", choices=PROFILES["gpu"])
-    parser.add_argument("--mixed-chunk", type=int, nargs="+", default=(CONFIG.mixed_chunk_tokens,))
+    parser.add_argument("--mixed-chunk", type=int, nargs="+", help="8192 is as good as none; default: the model's own")
     parser.add_argument("--passes", type=int, default=2, help="the last one is shown")
     chosen = parser.parse_args()
     for model in chosen.model or MODELS:
         print(f"\n{model}\n{' | '.join([*COLUMNS, 'TTFT p99 of later ones', 'steps', 'graphs', 'idle'])}")
         for name in chosen.workload or PROFILES["gpu"]:
-            for tokens in chosen.mixed_chunk:
-                config = replace(CONFIG, mixed_chunk_tokens=tokens)
-                run = simulate(config, MODELS[model], PROFILES["gpu"][name], passes=chosen.passes)
-                print(" | ".join([*run.cells(), f"chunks of {tokens}"]))
+            for tokens in chosen.mixed_chunk or (None,):
+                run = simulate(MODELS[model], PROFILES["gpu"][name], mixed_chunk=tokens, passes=chosen.passes)
+                print(" | ".join([*run.cells(), "" if tokens is None else f"chunks of {tokens}"]))
             print(" | ".join(measured_cells(name, MEASURED[model][name])), flush=True)
 
 

@@ -15,7 +15,7 @@ class SchedulerConfig:
 
     max_num_seqs: int  # rows; never more than max_batched_tokens are used
     max_batched_tokens: int  # positions in a step
-    mixed_chunk_tokens: int  # so many known tokens hold no decoding row up for long
+    mixed_chunk_tokens: int  # so many known tokens may always be computed beside decoding rows
     block_size: int  # tokens in a block
     num_blocks: int  # allocatable blocks, ids 1 to num_blocks
     groups: tuple[CacheGroup, ...]

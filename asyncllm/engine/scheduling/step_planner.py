@@ -38,7 +38,6 @@ class StepPlanner:
     def draft(self, step: int, now: float) -> StepDraft:
         """What the step will do beside the next position of each steady row."""
         self._turn_rows()
-        rows = self._rows
         budget = self._budget()
         draft = StepDraft(step, now, budget)
         if self._plan_running(draft):
@@ -50,9 +49,12 @@ class StepPlanner:
     def _budget(self) -> int:
         """How many known tokens the step may compute."""
         rows, room = self._rows, self._config.max_batched_tokens - self._rows.num_steady - self._rows.num_ready
+        first = self._roster.first_waiting
+        if first is None and not rows.lagging():
+            self._limit.rest()
+            return room
         lagging = [tokens for request in rows.lagging() if (tokens := request.known - rows.position(request)) > 0]
         waiting, requests = sum(lagging), len(lagging)
-        first = self._roster.first_waiting
         if first is not None and (self._blocked is None or self._blocked[0] is not first):
             waiting += int(self._fresh * self._roster.waiting_tokens(rows.free))
             requests += min(rows.free, self._roster.num_queued)
