@@ -17,21 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.guide import Guide, Word
+from asyncllm.engine.guide import Word
 from asyncllm.engine.guide_work import PATIENCE, GuideWork
-from asyncllm.engine.hook_driver import HookDriver, HostLogits
+from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HostLogits
 from asyncllm.engine.live_requests import Branch, LiveRequests, Request
 from asyncllm.engine.plan import Adjustment
+from asyncllm.engine.preparation import PreparedChoice
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.errors import RequestError, RequestFailed
 from asyncllm.results import FinishReason
 
 logger = logging.getLogger("asyncllm")
-
-
-DriverMaker = Callable[[Callable[[Adjustment], object]], HookDriver]
-"""Makes a driver that has this called when a token may be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +39,7 @@ class CoreTurns:
     context: contextvars.Context  # of what the loop is to call
     run: Callable[[Callable[[], object]], object]  # does this in a turn, which takes words too
     fail: Callable[[Request, RequestError], object]  # in a turn: ends the request
+    hook_timeout: float  # seconds that each call into the host may take
 
 
 class Guidance:
@@ -68,12 +66,19 @@ class Guidance:
         """A plan is made without the rows whose word is still to come."""
         self._work.let_pass()
 
-    def begin(self, branch: Branch, guide: Guide, make_driver: DriverMaker | None) -> None:
-        """A late request was queued; with a driver where there is something to call between its tokens."""
-        self._work.start(branch.id, guide)
+    def begin(self, branch: Branch, choice: PreparedChoice) -> None:
+        """A request was queued; where it is a late one, its guide is asked from now on, and its hooks are called."""
+        if choice.guide is None:
+            return
+        self._work.start(branch.id, choice.guide)
         self._watch_work()
-        if make_driver is not None:
-            driver = self._drivers[branch.id] = make_driver(partial(self._bind, branch.id))
+        request = branch.request
+        unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
+        if choice.hooks is not None and request.place is not None and not unheard:
+            seconds = self._turns.hook_timeout
+            hooked = HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens, seconds)
+            driver = HookDriver(hooked, request.place, partial(self._bind, branch.id))
+            self._drivers[branch.id] = driver
             task = self._tasks[branch.id] = self._turns.loop.create_task(driver.drive())
             task.add_done_callback(partial(self._driven, branch))
 

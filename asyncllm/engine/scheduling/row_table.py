@@ -93,6 +93,11 @@ class RowTable:
         return self._holders.values()
 
     @property
+    def num_kept(self) -> int:
+        """How many late rows have logits to sample from."""
+        return len(self._kept)
+
+    @property
     def num_ready(self) -> int:
         """How many late rows can be sampled in the next plan."""
         return len(self._ready)
