@@ -198,10 +198,9 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
         last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
         scaled[distance > nearest.values[last]] = -torch.inf
     if sampling.top_p < 1:
-        best = scaled.sort(descending=True).values
-        held = best.double().softmax(-1).cumsum(-1)
-        last = min(int((held < np.float32(sampling.top_p)).sum()), len(scaled) - 1)
-        scaled[scaled < best[last]] = -torch.inf
+        weights = scaled.exp()
+        wanted = float(np.float32(sampling.top_p)) * float(weights.sum(dtype=torch.float64))
+        scaled[scaled < _mass_bound(scaled.numpy(), weights.numpy(), wanted)] = -torch.inf
     if sampling.min_p > 0:
         scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
     if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):
