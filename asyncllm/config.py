@@ -16,6 +16,7 @@ Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KVCacheDType = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw", "processed"]
+Isolation = Literal["thread", "process"]
 
 _COUNTS = (
     "max_model_len",
@@ -85,10 +86,14 @@ class EngineConfig:
     the cache; slower, and a GPU's only."""
     threads: int | None = None
     """Threads of a CPU step; None leaves torch's own number."""
+    isolation: Isolation = "thread"
+    """Where the engine lives: on a "thread" of the program's, or in a "process" of its own, which no Python work of the
+    program's holds up, and which is started again if it dies."""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
         _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
+        _one_of("isolation", self.isolation, Isolation.__args__)  # type: ignore[attr-defined]
         _one_of("logprobs_mode", self.logprobs_mode, LogprobsMode.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType.__args__)  # type: ignore[attr-defined]
@@ -145,6 +150,11 @@ def _positive(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def child_environment(path: Iterable[str]) -> dict[str, str]:
+    """The environment of a Python process that finds modules where this one does, along `path`."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def read_environment(names: Iterable[str]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from aiohttp import web
 from asyncllm import AsyncEngine, TokenStream
 from asyncllm.api import create_aiohttp_app, create_asgi_app
 from asyncllm.config import EngineConfig
+from asyncllm.engine.mailbox import Waiter
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
@@ -63,10 +64,19 @@ class PacedEngine(AsyncEngine):
 
 class PacedStream(TokenStream):
     rounds: Rounds
+    written = False  # all that was taken, or there was nothing yet
 
-    async def __anext__(self) -> TokenDelta:
-        self.rounds.arrive()
-        return await super().__anext__()
+    def take(self) -> TokenDelta | None:
+        delta = super().take()
+        if delta is not None:
+            self.written = False
+        return delta
+
+    def arm(self, waiter: Waiter) -> bool:
+        if not self.written:
+            self.written = True
+            self.rounds.arrive()
+        return super().arm(waiter)
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:

@@ -21,6 +21,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("",),
     ("testing", "offline", "workloads"),
     ("engine.async_engine",),
+    ("engine.isolation",),
     ("engine.stream", "engine.engine_thread"),
     ("engine.core", "engine.choice_reader"),
     ("engine.guidance",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from asyncllm.api.answers import Answer, Collected, MakeAnswer, collect
@@ -18,8 +17,9 @@ from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.chat import ChatRequest
 from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import DONE
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import TokenStream
-from asyncllm.results import Choice, Completion
+from asyncllm.results import Choice, Completion, TokenDelta
 
 
 async def create_chat_completion(serving: Serving, call: Call) -> Reply:
@@ -40,7 +40,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
-    return generation.reply(_events(chunks, generation, job.params.n > 1))
+    return generation.reply(_events(chunks, generation, job.params.n))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -136,18 +136,12 @@ def _chunks(
     )
 
 
-async def _events(chunks: ChatChunks, generation: Generation, several: bool) -> AsyncGenerator[bytes, None]:
-    stream, held = generation.streams[0], ""
-    try:
-        async for delta in stream:
-            text = chunks.render(delta)
-            generation.seen(delta)
-            if delta.usage is not None:
-                text += chunks.usage(delta.usage) + DONE
-            if several and stream.has_more:
-                held += text  # what came together leaves together
-            elif held or text:
-                yield (held + text).encode()
-                held = ""
-    except Exception as error:
-        yield (held + error_event(openai_body(failure(error)))).encode()
+def _events(chunks: ChatChunks, generation: Generation, n: int) -> TokenEvents:
+    def render(position: int, delta: TokenDelta) -> str:
+        text = chunks.render(delta)
+        return text if delta.usage is None else text + chunks.usage(delta.usage) + DONE
+
+    def fail(error: Exception) -> str:
+        return error_event(openai_body(failure(error)))
+
+    return TokenEvents(generation, render, fail, n=n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +41,12 @@ class Reply:
     body: bytes = b""
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
-    events: AsyncGenerator[bytes, None] | None = None  # in place of a body
+    events: AsyncIterator[bytes] | None = None  # in place of a body
     held: AsyncExitStack = field(default_factory=AsyncExitStack)  # what is given back when the reply is over
 
     async def aclose(self) -> None:
         """Give back what the reply holds. The shell calls it once it has sent the reply, or failed to."""
-        if self.events is not None:
+        if isinstance(self.events, AsyncGenerator):
             self.held.push_async_callback(self.events.aclose)  # one that never began has no finally to rely on
         await self.held.aclose()
 
@@ -61,7 +61,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def event_reply(events: AsyncGenerator[bytes, None]) -> Reply:
+def event_reply(events: AsyncIterator[bytes]) -> Reply:
     """A reply of server-sent events."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else a proxy gathers them
     return Reply(content_type=EVENT_STREAM, headers=headers, events=events)

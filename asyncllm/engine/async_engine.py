@@ -23,6 +23,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine import process
 from asyncllm.engine.core_access import CoreAccess, EngineHome
 from asyncllm.engine.engine_thread import EngineThread
+from asyncllm.engine.isolation.engine_process import EngineProcess
 from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, NamedModel
 from asyncllm.engine.preparation import ChatOptions, Messages, Prompt, Submission, TextWork, count_characters
@@ -291,7 +292,7 @@ class AsyncEngine:
         second or so."""
         if self._closed:
             raise EngineClosed("the engine is closed")
-        return await self._core().inspect(limit)
+        return await asyncio.wrap_future(self._core().inspect(limit))
 
     def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Hand a request to the engine. Returns what abandons it, which takes no lock."""
@@ -301,6 +302,8 @@ class AsyncEngine:
         return partial(core.abandon, request)
 
     def _make_home(self) -> EngineHome:
+        if self._config.isolation == "process":
+            return EngineProcess(self._name, self._load, self._config)
         return EngineThread(self._load, self._config)
 
     def _check_process(self) -> None:

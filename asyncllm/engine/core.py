@@ -149,9 +149,11 @@ class Core:
             step_times=self._pipeline.times(),
         )
 
-    async def inspect(self, limit: int) -> Inspection:
+    def inspect(self, limit: int) -> Future[Inspection]:
         """As `CoreAccess.inspect`."""
-        return Inspection(self._scheduler.cache.pool.states(), self._live.views(limit))
+        found: Future[Inspection] = Future()
+        found.set_result(Inspection(self._scheduler.cache.pool.states(), self._live.views(limit)))
+        return found
 
     # --- turns ---
 
@@ -267,7 +269,7 @@ class Core:
         try:
             self._live.admit(request)
             if self._dead is not None or self._closing:
-                raise EngineClosed("the engine is closed") if self._dead is None else self._death()
+                raise EngineClosed("the engine is closed") if self._dead is None else self.death()
             if not request.mailbox.aborted:
                 self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:
@@ -371,13 +373,13 @@ class Core:
         self._dead = EngineDead(f"the engine has died: {error}")
         self._dead.__cause__ = error
         for request in self._live:
-            self._refuse(request, self._death())
+            self._refuse(request, self.death())
         for timer in (self._timer, self._hold):
             if timer is not None:
                 timer.cancel()
         self._rest()
 
-    def _death(self) -> EngineDead:
+    def death(self) -> EngineDead:
         """An exception of its own for each stream, since each gets its own traceback."""
         death = EngineDead(str(self._dead))
         death.__cause__ = None if self._dead is None else self._dead.__cause__

@@ -53,7 +53,7 @@ class CoreAccess(Protocol):
         """A snapshot as of the last turn."""
         ...
 
-    async def inspect(self, limit: int) -> Inspection:
+    def inspect(self, limit: int) -> Future[Inspection]:
         """What is held now, block by block, and the oldest requests."""
         ...
 
