@@ -137,7 +137,7 @@ def _chunks(
 
 
 def _events(chunks: ChatChunks, generation: Generation, n: int) -> TokenEvents:
-    def render(position: int, delta: TokenDelta) -> str:
+    def render(delta: TokenDelta, position: int) -> str:
         text = chunks.render(delta)
         return text if delta.usage is None else text + chunks.usage(delta.usage) + DONE
 

@@ -24,45 +24,59 @@ class TokenEvents:
     def __init__(
         self,
         generation: Generation,
-        render: Callable[[int, TokenDelta], str],
+        render: Callable[[TokenDelta, int], str],
         fail: Callable[[Exception], str],
         *,
         n: int = 1,
         first: str = "",
     ) -> None:
-        """`render`: the events of a delta; with its stream's position. `fail`: the event of an error.
-        `n`: choices of each stream. `first`: what comes before all deltas."""
+        """`render`: the events of a delta, with the position of its stream. `fail`: the event of an error. `n`: choices
+        of each stream. `first`: what comes before all deltas."""
         self._generation = generation
         self._render = render
         self._fail = fail
         self._streams = dict(enumerate(generation.streams))  # those that have not ended, by their positions
         self._alone = n == len(self._streams) == 1  # then one delta has all that is new
         self._first = first
+        self._begun = False
         self._loop = asyncio.get_running_loop()
-        self._bytes: asyncio.Future[bytes] = self._loop.create_future()  # what is waited for
+        self._bytes: asyncio.Future[bytes] = asyncio.Future(loop=self._loop)  # what the sender waits for
+        self._more = False  # something came while the sender was busy
         self._called = False  # a call that delivers is on its way
 
     def __aiter__(self) -> Self:
         return self
 
     def __anext__(self) -> asyncio.Future[bytes]:
-        self._bytes = self._loop.create_future()
+        self._bytes = asyncio.Future(loop=self._loop)
+        if self._more:
+            self._deliver_soon()  # not at once: a sender that is slower than the engine lets others have their turn
+        elif not self._begun:
+            self._begin()
+        elif not self._streams:
+            self._bytes.set_exception(StopAsyncIteration())
+        return self._bytes
+
+    def _begin(self) -> None:
+        self._begun = True
+        for stream in self._streams.values():
+            self._more |= not stream.arm(self)
         if self._first:
             self._bytes.set_result(self._first.encode())
-            self._first = ""
-        else:
-            self._wait()
-        return self._bytes
+        elif self._more:
+            self._deliver_soon()
 
     # --- as the streams' `Waiter` ---
 
     def done(self) -> bool:
-        """Whether nobody waits: the task that sends was cancelled."""
-        return self._bytes.done()
+        """It is told to the end."""
+        return False
 
     def set_result(self, result: None, /) -> None:
         """A stream has something to take. Where others may have too, all goes out at the end of the loop's turn."""
-        if self._alone:
+        if self._bytes.done():
+            self._more = True
+        elif self._alone:
             self._deliver()
         else:
             self._deliver_soon()
@@ -74,20 +88,13 @@ class TokenEvents:
 
     def _deliver(self) -> None:
         self._called = False
-        if self._bytes.done():
+        if self._bytes.done():  # it was cancelled
             return
+        self._more = False
         if text := self._take():
             self._bytes.set_result(text.encode())
-        else:
-            self._wait()
-
-    def _wait(self) -> None:
-        if not self._streams:
-            return self._bytes.set_exception(StopAsyncIteration())
-        for stream in self._streams.values():
-            if not stream.arm(self):
-                self._deliver_soon()  # not at once: a reader that is slower than the engine lets others have their turn
-        return None
+        elif not self._streams:
+            self._bytes.set_exception(StopAsyncIteration())
 
     def _take(self) -> str:
         """All events of what is there."""
@@ -95,7 +102,7 @@ class TokenEvents:
         try:
             for position, stream in tuple(self._streams.items()):
                 while (delta := stream.take()) is not None:
-                    text += self._render(position, delta)
+                    text += self._render(delta, position)
                     self._generation.seen(delta, position)
                     if delta.usage is not None:
                         del self._streams[position]

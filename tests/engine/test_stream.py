@@ -154,15 +154,14 @@ class Listener:
         self.over = asyncio.get_running_loop().create_future()
 
     def done(self) -> bool:
-        return False
+        return self.over.done()
 
     def set_result(self, result: None) -> None:
-        while not self.over.done() and not self.stream.arm(self):
-            delta = self.stream.take()
-            assert delta is not None
+        while (delta := self.stream.take()) is not None:
             self.ids += delta.token_ids
             if delta.usage is not None:
-                self.over.set_result(delta.usage.completion_tokens)
+                return self.over.set_result(delta.usage.completion_tokens)
+        return None
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -171,7 +170,8 @@ async def test_tokens_are_taken_without_a_task(n: int) -> None:
         stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, n=n, seed=1))
         await stream.start()
         listener = Listener(stream)
-        listener.set_result(None)
+        if not stream.arm(listener):
+            listener.set_result(None)
         assert await listener.over == len(listener.ids) == 20 * n
         with pytest.raises(StopAsyncIteration):
             stream.take()
