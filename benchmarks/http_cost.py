@@ -50,13 +50,13 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 def pace(rounds: Rounds) -> None:
     """Have each stream tell when it has written what it had: it asks for more then."""
-    ask = TokenEvents.__anext__
+    ask = TokenEvents._ask
 
-    def tell_and_ask(events: TokenEvents) -> asyncio.Future[bytes]:
+    def tell_and_ask(events: TokenEvents) -> None:
         rounds.arrive()
-        return ask(events)
+        ask(events)
 
-    TokenEvents.__anext__ = tell_and_ask  # type: ignore[method-assign]
+    TokenEvents._ask = tell_and_ask  # type: ignore[method-assign, assignment]
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:

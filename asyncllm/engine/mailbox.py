@@ -23,6 +23,10 @@ from asyncllm.metrics import RequestMetrics
 from asyncllm.results import FinishReason, Usage
 
 
+WOKEN_AT_ONCE = 512
+"""Mailboxes a callback: who does work when it is told must not hold up the loop."""
+
+
 class Stage(Enum):
     """Where a stream stands in its life. `NEW` belongs to the stream, the rest to the engine's thread."""
 
@@ -163,8 +167,10 @@ class ConsumerLoop:
 
 
 def _wake(batch: list[Mailbox]) -> None:
-    """On the consumers' loop: wake every task that waits at one of these mailboxes."""
-    for mailbox in batch:
+    """On the consumers' loop: tell everyone who waits at one of these mailboxes."""
+    if len(batch) > WOKEN_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_wake, batch[WOKEN_AT_ONCE:])
+    for mailbox in batch[:WOKEN_AT_ONCE]:
         mailbox.signalled = False  # first, so that what comes from now on is signalled anew
         waiter = mailbox.waiter
         if waiter is not None:

@@ -35,6 +35,11 @@ class TokenStream:
     ones. Choices that have something new take turns.
     """
 
+    __slots__ = (
+        "__weakref__", "_choices", "_finalizer", "_hand_over", "_loop", "_mailbox", "_over", "_pid", "_readers",
+        "_structured", "_submission",
+    )  # fmt: skip
+
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
         self._submission: Submission | None = submission  # until submitted
