@@ -121,7 +121,7 @@ def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArra
     """
     weights, vocabulary = scaled.exp_(), scaled.shape[-1]
     whole = vocabulary // _TILE * _TILE
-    tiles = weights[:, :whole].unflatten(-1, (-1, _TILE)).sum(-1)
+    tiles = weights[:, :whole].view(len(weights), whole // _TILE, _TILE).sum(-1)
     ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     target = uniform[:, None] * ends[:, -1:]
