@@ -95,6 +95,33 @@ async def test_g29_required_is_not_dropped(pieces: list[str], text: str, tmp_pat
     assert (completion.text, completion.finish_reason) == (text, "stop")
 
 
+async def test_a_form_beside_allowed_ids_and_bad_words(random_model: Path) -> None:
+    """What may come is what all of them leave; where that is nothing, the output ends if it may, or an error says so.
+    """
+    tokenizer = Tokenizer.load(TokenizerData(folder=random_model))
+
+    def ids(text: str) -> list[int]:
+        return [i for letter in text for i in tokenizer.encode(letter, add_special_tokens=False)]
+
+    word = StructuredOutput(regex="[a-z]{3}")
+    async with AsyncEngine(str(random_model), **SMALL) as engine:
+        for completion in await draw(engine, word, 8, allowed_token_ids=ids("abc1"), bad_words=["ab"]):
+            assert completion.finish_reason == "stop"
+            assert re.fullmatch("[abc]{3}", completion.text)
+            assert "ab" not in completion.text
+        for completion in await draw(engine, StructuredOutput(regex="a[bc]?"), 3, allowed_token_ids=ids("a")):
+            assert (completion.text, completion.finish_reason) == ("a", "stop")
+        wrong = "structured_output with allowed_token_ids or bad_words"
+        stream = engine.stream(PROMPT, SamplingParams(structured_output=word, allowed_token_ids=ids("123")))
+        with pytest.raises(InvalidParamsError, match=wrong):
+            await stream.start()
+        choice = StructuredOutput(choice=["xa", "xb"])
+        with pytest.raises(InvalidParamsError, match=wrong):
+            await draw(engine, choice, 1, bad_words=["a", "b"])
+        for completion in await draw(engine, choice, 3, bad_words=["b"]):
+            assert completion.text == "xa"
+
+
 async def test_g30_recursive_schemas(random_model: Path) -> None:
     async with AsyncEngine(str(random_model), **SMALL) as engine:
         await draw(engine, StructuredOutput(regex="a"), 1)

@@ -287,6 +287,12 @@ VARIANTS = {
     "small_pool": Variant({}, together, small_pool=True),
     "small_pool_run_ahead_2": Variant({"run_ahead": 2, "max_batched_tokens": 40}, together, small_pool=True),
     "small_pool_no_cache": Variant({"prefix_caching": False}, together, small_pool=True),
+    "process": Variant({"isolation": "process"}, streamed),
+    "process_warm_cache": Variant({"isolation": "process", "run_ahead": 2}, twice),
+    "process_slowly_read": Variant({"isolation": "process"}, slowly_read),
+    "process_cancelled_mates": Variant({"isolation": "process"}, with_cancelled_mates),
+    "process_two_threads": Variant({"isolation": "process"}, from_two_threads),
+    "process_small_pool": Variant({"isolation": "process", "run_ahead": 0}, together, small_pool=True),
 }
 
 
@@ -321,7 +327,11 @@ def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> 
     assert len({choices[0][1] for choices in answers}) > 14  # the answers differ from one another
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LONG = [name for name in VARIANTS if name.startswith("process_")]
+"""With a model to load in a process of its own each."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in VARIANTS])
 async def test_variant_equals_baseline(name: str, model: Path, device: str, baseline: list[Any]) -> None:
     variant = VARIANTS[name]
     pool = {"num_blocks": SMALL_POOLS[model.name]} if variant.small_pool else {}

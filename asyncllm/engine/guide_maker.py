@@ -12,8 +12,8 @@ from asyncllm.engine.row_sampling import BadWords
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
+from asyncllm.outputs.dry import DryHistory, DrySettings
 from asyncllm.outputs.reasoning import find_reasoning_format, guess_reasoning_format, opens_in_prompt
-from asyncllm.outputs.repetition import DrySettings
 from asyncllm.outputs.thinking_budget import ThinkingBudget
 from asyncllm.params import SamplingParams
 
@@ -32,23 +32,31 @@ class GuideMaker:
     def make(
         self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int], sampling: RowSampling
     ) -> Sequence[Guide | None]:
-        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`."""
+        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`, also where its other
+        parameters leave nothing that a constraint begins with."""
         constraint = self._constraint(params, bad_words, prompt)
         sequences = BadSequences(bad_words.sequences) if bad_words.sequences else None
         dry = self._dry(params)
         if constraint is None and sequences is None and dry is None and not params.has_hooks:
             return [None] * params.n
         jumps = params.logprobs is None and params.logprob_token_ids is None
-        copies = [None if constraint is None else constraint.copy() for _ in range(params.n - 1)]
-        return [
-            Guide(
-                Guidelines(own, sequences, dry, jumps=jumps, tells_tokens=params.has_hooks),
-                prompt=prompt,
-                sampling=sampling,
-                vocab_size=self._model.facts.vocab_size,
+
+        def guide(own: Constraint | None) -> Guide:
+            lines = Guidelines(
+                constraint=own,
+                bad_sequences=sequences,
+                dry=None if dry is None else DryHistory(dry),
+                jumps=jumps,
+                tells_tokens=params.has_hooks,
+                end_ids=self._model.eos_token_ids,
             )
-            for own in (constraint, *copies)
-        ]
+            return Guide(lines, prompt=prompt, sampling=sampling, vocab_size=self._model.facts.vocab_size)
+
+        if constraint is None:
+            return [guide(None) for _ in range(params.n)]
+        if params.allowed_token_ids or params.bad_words:
+            guide(constraint.copy()).advance(())
+        return [guide(constraint), *(guide(constraint.copy()) for _ in range(params.n - 1))]
 
     def _constraint(self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int]) -> Constraint | None:
         constraint = self._constrain(params)

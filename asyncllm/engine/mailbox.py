@@ -23,10 +23,6 @@ from asyncllm.metrics import RequestMetrics
 from asyncllm.results import FinishReason, Usage
 
 
-WOKEN_AT_ONCE = 512
-"""Mailboxes a callback: who does work when it is told must not hold up the loop."""
-
-
 class Stage(Enum):
     """Where a stream stands in its life. `NEW` belongs to the stream, the rest to the engine's thread."""
 
@@ -52,6 +48,12 @@ class Ending:
 
     usage: Usage
     metrics: RequestMetrics
+
+
+class Consumer(Protocol):
+    """Who hears of mailboxes."""
+
+    batch: list[Mailbox]  # to look at, once this turn is over
 
 
 class Waiter(Protocol):
@@ -110,7 +112,7 @@ class Mailbox:
         self.ending: Ending | None = None  # set after the ends of all choices
         self.failure: AsyncLLMError | None = None  # in place of an ending
         self.released = False  # row and blocks are free; set after `ending` or `failure`
-        self.consumer: ConsumerLoop | None = None
+        self.consumer: Consumer | None = None
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
         self.waiter: Waiter | None = None  # the one that is told of new tokens
@@ -143,43 +145,3 @@ class Mailbox:
         if not self.signalled and self.consumer is not None:
             self.signalled = True
             self.consumer.batch.append(self)
-
-
-class ConsumerLoop:
-    """An event loop that reads streams, as the engine's thread sees it."""
-
-    __slots__ = ("batch", "loop", "mailboxes")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.batch: list[Mailbox] = []  # to look at, once this turn is over
-        self.mailboxes: dict[int, Mailbox] = {}  # by internal id, until released
-
-    def send(self) -> bool:
-        """Wake the loop once for the whole batch. False when it is closed."""
-        if self.batch:
-            batch, self.batch = self.batch, []
-            try:
-                self.loop.call_soon_threadsafe(_wake, batch)
-            except RuntimeError:  # how event loops say that they are closed
-                return False
-        return not self.loop.is_closed()
-
-
-def _wake(batch: list[Mailbox]) -> None:
-    """On the consumers' loop: tell everyone who waits at one of these mailboxes."""
-    if len(batch) > WOKEN_AT_ONCE:
-        asyncio.get_running_loop().call_soon(_wake, batch[WOKEN_AT_ONCE:])
-    for mailbox in batch[:WOKEN_AT_ONCE]:
-        mailbox.signalled = False  # first, so that what comes from now on is signalled anew
-        waiter = mailbox.waiter
-        if waiter is not None:
-            if not waiter.done():
-                waiter.set_result(None)
-            if waiter.done():
-                mailbox.waiter = None
-        if mailbox.watchers:
-            watchers, mailbox.watchers = mailbox.watchers, []
-            for watcher in watchers:
-                if not watcher.done():
-                    watcher.set_result(None)

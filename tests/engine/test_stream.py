@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, SamplingParams, TokenStream
-from asyncllm.engine import mailbox
+from asyncllm.engine import consumers
 from asyncllm.engine.core import Core
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import (
@@ -191,7 +191,7 @@ async def test_one_at_a_time_waits_for_a_stream() -> None:
 
 
 async def test_many_streams_are_told_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "WOKEN_AT_ONCE", 2)
+    monkeypatch.setattr(consumers, "WOKEN_AT_ONCE", 2)
     async with AsyncEngine(ShadowModel()) as engine:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         done = await asyncio.gather(*(engine.generate([number], params) for number in range(1, 8)))

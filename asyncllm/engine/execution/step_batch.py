@@ -82,11 +82,9 @@ class BatchBuilder:
         self._cache = cache
         self._needs_lengths = needs_lengths
         self._masks = [CausalMasks(group.window, cache.dtype) for group in layout.groups]
-        self._scratch = torch.empty(0, layout.block_size * layout.head_dim, dtype=cache.dtype)
+        self._scratch = torch.empty(0, cache[0, 0].numel(), dtype=cache.dtype)
         self._bucket_blocks = _BUCKET_BYTES * torch.get_num_threads() // layout.layer_block_bytes(cache.dtype)
         self._layers = tuple(CacheLayer.of(layer) for layer in cache)
-        #: a block's line in `CacheLayer.blocks`, for keys, then values, of each head
-        self._planes = cache.shape[3] * np.arange(2 * layout.num_kv_heads)
 
     def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
         """The batch of these tokens."""
@@ -117,8 +115,9 @@ class BatchBuilder:
         ends = counts.cumsum() - 1
         last = tokens.positions[ends]
         begun = (last % block_size < counts) & (last % block_size < block_size - 1)
-        blocks = tables[:, tokens.rows[ends[begun]], last[begun] // block_size]
-        self._cache.index_fill_(3, torch.from_numpy(blocks.reshape(-1)), 0.0)
+        if begun.any():
+            blocks = tables[:, tokens.rows[ends[begun]], last[begun] // block_size]
+            self._cache.index_fill_(1, torch.from_numpy(blocks.reshape(-1)), 0.0)
 
     def memory_bytes(self) -> int:
         """Size of what is kept between steps."""
@@ -127,23 +126,21 @@ class BatchBuilder:
     def _group_batch(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> AttentionBatch:
         block_size = self._layout.block_size
         blocks = table[tokens.rows, tokens.positions // block_size]
-        lines = (blocks * block_size + tokens.positions % block_size)[:, None] + self._planes * block_size
+        lines = blocks * block_size + tokens.positions % block_size
         buckets = tuple(self._buckets(tokens, table, masks.window))
         spans = tuple(self._spans(tokens, table, masks))
         sources = [*(bucket.source for bucket in buckets), *(span.source for span in spans)]
         most = max((len(source.blocks) for source in sources if isinstance(source, Gathered)), default=0)
         if most > len(self._scratch):
             self._scratch = torch.empty(most, self._scratch.shape[1], dtype=self._scratch.dtype)
-        return AttentionBatch(torch.from_numpy(lines.reshape(-1)), buckets, spans, self._scratch)
+        return AttentionBatch(torch.from_numpy(lines), buckets, spans, self._scratch)
 
     def _source(self, blocks: Int64Array, first: int, last: int) -> Source:
         """Positions `first` to `last` of the blocks [rows, b] of some rows."""
         rows, count = blocks.shape
         if rows == 1 and (blocks[0] == blocks[0, 0] + np.arange(count)).all():
             return InPlace(int(blocks[0, 0]) * self._layout.block_size + first, last - first)
-        # keys and values, row, head, block
-        lines = blocks[None, :, None, :] + self._planes.reshape(2, 1, -1, 1)
-        return Gathered(torch.from_numpy(lines.reshape(-1)), rows * self._layout.num_kv_heads, first, last)
+        return Gathered(torch.from_numpy(blocks.reshape(-1)), rows, first, last)
 
     def _buckets(self, tokens: StepTokens, table: Int64Array, window: int | None) -> Iterator[Bucket]:
         """Neighbours share a bucket while none reads a quarter more blocks than it has, and one, and all few enough."""
@@ -168,7 +165,7 @@ class BatchBuilder:
                 first, last = 0, most * block_size
                 keys = (first_blocks[some] * block_size)[:, None] + np.arange(last)
                 hidden = (keys > positions[some, None]) | (keys < first_keys[some, None])
-                mask = self._mask(hidden.repeat(self._layout.num_kv_heads, axis=0))[:, None, None]
+                mask = self._mask(hidden)[:, None, None]
             yield Bucket(start, stop, self._source(blocks, first, last), mask)
             start = stop
 
