@@ -18,6 +18,7 @@ from asyncllm.engine.mailbox import Ending, Mailbox, Stage, Waiter
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
+from asyncllm.outputs.reasoning import answers_of
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
@@ -259,10 +260,14 @@ class TokenStream:
             return choice
         if isinstance(choice.stop_reason, str):
             return choice
-        try:
-            return replace(choice, outcome=self._structured.parse(choice.text))
-        except ValueError as error:
-            return replace(choice, outcome=error)
+        outcome: object = None
+        texts = answers_of(choice.text) if self._structured.after_reasoning else (choice.text,)
+        for text in texts:
+            try:
+                return replace(choice, outcome=self._structured.parse(text))
+            except ValueError as error:
+                outcome = outcome or error
+        return replace(choice, outcome=outcome)
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox
