@@ -315,7 +315,8 @@ class TimedRunner:
         some = np.roll(masks != 0, -start, axis=1).argmax(axis=1)
         words = (some + start) % masks.shape[1]
         bits = masks[np.arange(len(masks)), words].astype(np.int64)
-        return (32 * words + np.log2(bits & -bits).astype(np.int64)).astype(np.int32)
+        token_ids: NDArray[np.int32] = (32 * words + np.log2(bits & -bits).astype(np.int64)).astype(np.int32)
+        return token_ids
 
     async def aclose(self) -> None:
         pass

@@ -10,16 +10,15 @@ from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, sto
 from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, json_reply
-from asyncllm.api.generation import Generation, failure
+from asyncllm.api.generation import failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
 from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.chat import ChatRequest
 from asyncllm.api.serving import Call, Serving
-from asyncllm.api.sse import DONE
 from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import TokenStream
-from asyncllm.results import Choice, Completion, TokenDelta
+from asyncllm.results import Choice, Completion
 
 
 async def create_chat_completion(serving: Serving, call: Call) -> Reply:
@@ -40,7 +39,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
-    return generation.reply(_events(chunks, generation, job.params.n))
+    return generation.reply(TokenEvents(generation, chunks.render, _fail, n=job.params.n))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -136,12 +135,5 @@ def _chunks(
     )
 
 
-def _events(chunks: ChatChunks, generation: Generation, n: int) -> TokenEvents:
-    def render(position: int, delta: TokenDelta) -> str:
-        text = chunks.render(delta)
-        return text if delta.usage is None else text + chunks.usage(delta.usage) + DONE
-
-    def fail(error: Exception) -> str:
-        return error_event(openai_body(failure(error)))
-
-    return TokenEvents(generation, render, fail, n=n)
+def _fail(error: Exception) -> str:
+    return error_event(openai_body(failure(error)))

@@ -171,7 +171,7 @@ def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> TokenEv
     )
     usages: list[Usage] = []
 
-    def render(position: int, delta: TokenDelta) -> str:
+    def render(delta: TokenDelta, position: int) -> str:
         text = chunks.render(position * n + delta.index, delta)
         if delta.usage is not None:
             usages.append(delta.usage)

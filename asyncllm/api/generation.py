@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from asyncllm.api.admission import Ticket
 from asyncllm.api.errors import INTERNAL, ApiError, api_error
-from asyncllm.api.exchange import Reply, event_reply
+from asyncllm.api.exchange import Events, Reply, event_reply
 from asyncllm.api.serving import Serving, all_of
 from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import Completion, FinishReason, TokenDelta
@@ -58,7 +58,7 @@ class Generation:
         for stream in self.streams:
             await stream.aclose()
 
-    def reply(self, events: AsyncIterator[bytes]) -> Reply:
+    def reply(self, events: Events) -> Reply:
         """A reply of events; the generation ends with it."""
         reply = event_reply(events)
         reply.held.push_async_callback(self.abandon)

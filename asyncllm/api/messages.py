@@ -148,7 +148,7 @@ def _collected(writer: MessageWriter, done: Completion, answer: Answer) -> dict[
 
 
 def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> TokenEvents:
-    def render(position: int, delta: TokenDelta) -> str:
+    def render(delta: TokenDelta, position: int) -> str:
         text = writer.push(answer.push(delta.text))
         if delta.finish_reason is not None and delta.usage is not None:
             text += writer.push(answer.flush())

@@ -57,14 +57,14 @@ class Consumer(Protocol):
 
 
 class Waiter(Protocol):
-    """Who waits for the next token: a future, or what does its work at once when it is told."""
+    """Who is told of new tokens, on the stream's loop: a future, or what does its work at once and is told again."""
 
     def done(self) -> bool:
-        """Whether it waits no more."""
+        """Whether it is to be told no more."""
         ...
 
     def set_result(self, result: None, /) -> object:
-        """The token is there. On the stream's loop."""
+        """Something is there to be read."""
         ...
 
 
@@ -115,7 +115,7 @@ class Mailbox:
         self.consumer: Consumer | None = None
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
-        self.waiter: Waiter | None = None  # the one that waits for the next token
+        self.waiter: Waiter | None = None  # the one that is told of new tokens
         self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
         # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
         self.signalled = False

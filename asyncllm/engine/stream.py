@@ -18,6 +18,7 @@ from asyncllm.engine.mailbox import Ending, Mailbox, Stage, Waiter
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
+from asyncllm.outputs.reasoning import answers_of
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
@@ -34,6 +35,11 @@ class TokenStream:
     Each delta has all that is new of its choice since that one's delta before, so a slow reader gets fewer and longer
     ones. Choices that have something new take turns.
     """
+
+    __slots__ = (
+        "__weakref__", "_choices", "_finalizer", "_hand_over", "_loop", "_mailbox", "_over", "_pid", "_readers",
+        "_structured", "_submission",
+    )  # fmt: skip
 
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
@@ -90,8 +96,10 @@ class TokenStream:
             try:
                 if armed:
                     await waiter
-                elif self._mailbox.ending is None:
-                    await asyncio.sleep(0)  # the loop's turn: a reader that is slower than the engine never waits
+                else:
+                    self._mailbox.waiter = None
+                    if self._mailbox.ending is None:
+                        await asyncio.sleep(0)  # the loop's turn: a reader slower than the engine never waits
             except BaseException:
                 self._give_up(waiter)
                 raise
@@ -119,19 +127,17 @@ class TokenStream:
         return None if mailbox.failure is None else self._last_delta(None)
 
     def arm(self, waiter: Waiter) -> bool:
-        """Have this one told, on the stream's loop, when there is something to take. False: there is already.
+        """Have this one told, on the stream's loop, whenever there is something new to take, until it is done. False
+        where there is something already.
 
-        For who writes tokens elsewhere and needs no task for that; `take` and `arm` in turn are what iterating does.
+        For who passes tokens on and needs no task for that.
         """
         self._check_loop()
         mailbox = self._mailbox
-        if mailbox.waiter is not None and mailbox.waiter is not waiter:
+        if mailbox.waiter is not None and not mailbox.waiter.done():
             raise EngineError("another task waits for this stream's next token")
         mailbox.waiter = waiter
-        if self._is_more_there():  # it came before the engine could see the waiter
-            mailbox.waiter = None
-            return False
-        return True
+        return not self._is_more_there()  # after the engine could see the waiter
 
     async def result(self) -> Completion:
         """Everything that the request came to, what was read before included.
@@ -254,10 +260,14 @@ class TokenStream:
             return choice
         if isinstance(choice.stop_reason, str):
             return choice
-        try:
-            return replace(choice, outcome=self._structured.parse(choice.text))
-        except ValueError as error:
-            return replace(choice, outcome=error)
+        outcome: object = None
+        texts = answers_of(choice.text) if self._structured.after_reasoning else (choice.text,)
+        for text in texts:
+            try:
+                return replace(choice, outcome=self._structured.parse(text))
+            except ValueError as error:
+                outcome = outcome or error
+        return replace(choice, outcome=outcome)
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox

@@ -164,7 +164,7 @@ class Attention:
         shape, layer = self.shape, cache[self.cache.index]
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         self.prepare(heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads), rotation)
-        layer.lines.index_copy_(0, batch.write, qkv[:, shape.num_heads * shape.head_dim :])
+        layer.lines.index_copy_(0, batch.write, qkv.narrow(1, shape.num_heads * shape.head_dim, layer.lines.shape[1]))
         found = [self._attend_bucket(bucket, heads, layer, batch.scratch) for bucket in batch.buckets]
         for span in batch.spans:
             found += self._attend_span(span, heads, layer, batch.scratch)
@@ -172,10 +172,10 @@ class Attention:
 
     def _attend_bucket(self, bucket: Bucket, heads: Tensor, layer: CacheLayer, scratch: Tensor) -> Tensor:
         """`heads` [n, num_heads + 2 · num_kv_heads, head_dim] of the step → [rows, num_heads · head_dim]."""
-        queries = heads[bucket.start : bucket.stop, : self.shape.num_heads].unsqueeze(2)
+        queries = heads.narrow(0, bucket.start, bucket.stop - bucket.start).narrow(1, 0, self.shape.num_heads)
         keys, values = bucket.source.read(layer, scratch)
         attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=bucket.mask, enable_gqa=True
+            queries.unsqueeze(2), keys, values, attn_mask=bucket.mask, enable_gqa=True
         )
         return attended.flatten(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, SamplingParams, TokenStream
+from asyncllm.engine import consumers
 from asyncllm.engine.core import Core
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import (
@@ -154,15 +155,14 @@ class Listener:
         self.over = asyncio.get_running_loop().create_future()
 
     def done(self) -> bool:
-        return False
+        return self.over.done()
 
     def set_result(self, result: None) -> None:
-        while not self.over.done() and not self.stream.arm(self):
-            delta = self.stream.take()
-            assert delta is not None
+        while (delta := self.stream.take()) is not None:
             self.ids += delta.token_ids
             if delta.usage is not None:
-                self.over.set_result(delta.usage.completion_tokens)
+                return self.over.set_result(delta.usage.completion_tokens)
+        return None
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -171,7 +171,8 @@ async def test_tokens_are_taken_without_a_task(n: int) -> None:
         stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, n=n, seed=1))
         await stream.start()
         listener = Listener(stream)
-        listener.set_result(None)
+        if not stream.arm(listener):
+            listener.set_result(None)
         assert await listener.over == len(listener.ids) == 20 * n
         with pytest.raises(StopAsyncIteration):
             stream.take()
@@ -187,3 +188,11 @@ async def test_one_at_a_time_waits_for_a_stream() -> None:
             await anext(stream)
         assert (await reading).token_ids  # which is none the worse for it
         assert (await stream.result()).usage.completion_tokens == 400
+
+
+async def test_many_streams_are_told_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumers, "WOKEN_AT_ONCE", 2)
+    async with AsyncEngine(ShadowModel()) as engine:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        done = await asyncio.gather(*(engine.generate([number], params) for number in range(1, 8)))
+        assert [each.usage.completion_tokens for each in done] == [20] * 7

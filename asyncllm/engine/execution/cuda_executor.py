@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
-from asyncllm.engine.execution.logit_sampler import Sampled, places_on
+from asyncllm.engine.execution.logit_sampler import places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
@@ -23,6 +23,7 @@ from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
+from asyncllm.kernels.sampled_rows import LogitRows
 
 logger = logging.getLogger("asyncllm")
 
@@ -217,7 +218,8 @@ class CudaExecutor:
                 return places_on(device, list(numbers), kept)
 
             rows = put(sampling)
-            sampled = Sampled(rows, put(ends[row] for row in sampling), put([len(sampling)]), rows)
+            size = self._program.vocabulary
+            sampled = LogitRows(rows, put(ends[row] for row in sampling), put([len(sampling)]), size)
             return ForkRows(
                 rows=put(ends),
                 positions=put(ends.values()),

@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import CacheLayout
-from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Sampled, Told, places_on
+from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Told, places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.execution.told_logits import StepTold, tell_prompts
@@ -29,6 +29,7 @@ from asyncllm.kernels.attention_plan import (
     plan_attention,
 )
 from asyncllm.kernels.late_logits import keep_logits
+from asyncllm.kernels.sampled_rows import LogitRows
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
 from asyncllm.kernels.token_scores import ScoreRing
@@ -54,7 +55,7 @@ class ForkRows:
     first: int  # how many samples the step has without them
     total: Tensor  # [1] with them
     places: Tensor | None  # [s] of those that sample now: of their logits
-    sampled: Sampled  # the same ones
+    sampled: LogitRows  # the same ones
     keeping: Tensor | None  # [k] those that keep logits
     keeping_places: Tensor  # [k]
     kept: tuple[Tensor, ...]
@@ -95,6 +96,11 @@ class StepProgram:
         self._late_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
         self._sampler = LogitSampler(rows, num_rows, model.config.vocab_size, device)
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a row."""
+        return self._model.config.vocab_size
 
     def sampled(self, kind: StepKind) -> int:
         """How many rows of logits a step of this kind computes."""
@@ -146,32 +152,25 @@ class StepProgram:
         positions = rows.next_positions.index_select(0, where)
         self._sampler.sample(
             kept.index_select(0, where),
-            Sampled(where, positions, places_on(device, [count], words.kept), self._late_ids),
+            LogitRows(where, positions, places_on(device, [count], words.kept), self.vocabulary),
             max(use, SamplerUse.ADJUSTED),
             Told(self.turn, rows.scores.late_ring, told),
-            words,
+            token_ids=self._late_ids,
+            words=words,
         )
         self._ring.late_tokens[turn, :count].copy_(self._late_ids[:count], non_blocking=True)
         return words.kept
 
     def _sample(self, logits: Tensor, kind: StepKind, by_hand: ByHand | None) -> Tensor:
         """Returns how many tokens there are."""
-        arrays, rows, size = self._arrays, self._rows, self._model.config.vocab_size
-        sampled = Sampled(arrays.sampled_rows, arrays.sampled_positions, arrays.num_sampled, self._token_ids)
+        arrays, rows, size = self._arrays, self._rows, self.vocabulary
+        sampled = LogitRows(arrays.sampled_rows, arrays.sampled_positions, arrays.num_sampled, size)
         special = rows.adjustments
         if kind.use >= SamplerUse.ADJUSTED and special.rows is not None and special.kept is not None:
-            duties = special.rows.integers("duties")
-            keep_logits(
-                special.kept,
-                logits,
-                rows=sampled.rows,
-                num_rows=sampled.num_rows,
-                duties=duties,
-                vocabulary=size,
-            )
+            keep_logits(special.kept, logits, sampled, special.rows.integers("duties"))
         forked = None if by_hand is None or by_hand.forks is None else self._fork(logits, by_hand.forks)
         told = Told(self.turn, rows.scores.ring, None if by_hand is None else by_hand.told)
-        self._sampler.sample(logits, sampled, kind.use, told)
+        self._sampler.sample(logits, sampled, kind.use, told, token_ids=self._token_ids)
         if by_hand is None or by_hand.forks is None or forked is None:
             return sampled.num_rows
         forks, ring = by_hand.forks, rows.scores.ring
@@ -184,7 +183,7 @@ class StepProgram:
                 ring.named_ranks[:, first:],
             )
         # through a buffer that begins where all do: a kernel is compiled anew for a pointer of another alignment
-        self._sampler.sample(forked, replace(forks.sampled, token_ids=self._late_ids), kind.use, Told(self.turn, ring))
+        self._sampler.sample(forked, forks.sampled, kind.use, Told(self.turn, ring), token_ids=self._late_ids)
         self._token_ids[first : first + len(forked)].copy_(self._late_ids[: len(forked)])
         return forks.total
 
