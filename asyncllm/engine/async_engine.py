@@ -221,6 +221,8 @@ class AsyncEngine:
         for token_ids in prompts:
             try:
                 vector: Float32Array = await asyncio.wrap_future(core.on_loop(runner.embed(token_ids)))
+            except EngineError:
+                raise
             except RuntimeError as error:
                 raise EngineClosed("the engine was closed") from error
             found.append(Embedding(vector.tolist(), len(token_ids)))
