@@ -18,10 +18,12 @@ from torch import Tensor
 
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
-from asyncllm.engine.plan import RowBias, RowLogits, RowSampling
+from asyncllm.engine.plan import Float32Array, RowBias, RowLogits, RowSampling
 
-_NUCLEUS_CANDIDATES = 1024
-"""top_p first looks at this many tokens, and sorts the whole vocabulary only where they do not suffice."""
+_SORTED = 4096
+"""top_p sorts vocabularies up to this size."""
+_BIN_SHIFT = 15
+"""The bits of a float32 that do not tell where top_p counts it: the sign apart, 16 others do."""
 _TILE = 256
 """Tokens whose weights the draw adds up at once."""
 XTC_STREAM = 1
@@ -118,9 +120,8 @@ def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArra
     tile. A sum grows only at ids that were kept.
     """
     weights, vocabulary = scaled.exp_(), scaled.shape[-1]
-    count = vocabulary // _TILE
-    whole = count * _TILE
-    tiles = weights[:, :whole].view(len(weights), count, _TILE).sum(-1)
+    whole = vocabulary // _TILE * _TILE
+    tiles = weights[:, :whole].view(len(weights), whole // _TILE, _TILE).sum(-1)
     ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     target = uniform[:, None] * ends[:, -1:]
@@ -156,13 +157,30 @@ def _nucleus_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
     """The logit of the last of the most likely tokens that together have `share` of the mass at or above `floor`."""
     weights = scaled.exp().masked_fill_(scaled < floor[:, None], 0.0)
     wanted = share * weights.sum(-1, dtype=torch.float64)
-    best, ids = weights.topk(min(_NUCLEUS_CANDIDATES, weights.shape[-1]))
-    reached = best.cumsum(-1, dtype=torch.float64)
-    if bool((reached[:, -1] < wanted).any()):
+    if scaled.shape[-1] <= _SORTED:
         best, ids = weights.sort(-1, descending=True)
         reached = best.cumsum(-1, dtype=torch.float64)
-    last = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=reached.shape[-1] - 1)
-    return scaled.gather(-1, ids.gather(-1, last)).squeeze(-1)
+        last = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=reached.shape[-1] - 1)
+        return scaled.gather(-1, ids.gather(-1, last)).squeeze(-1)
+    rows = zip(scaled.numpy(), weights.numpy(), wanted.tolist(), strict=True)
+    return torch.tensor([_mass_bound(*row) for row in rows], dtype=torch.float32)
+
+
+def _mass_bound(scaled: Float32Array, weights: Float32Array, wanted: float) -> float:
+    """The logit [vocabulary] at which the weights of the most likely tokens add up to `wanted`; none is over 0.
+
+    No sort: the tokens are counted into bins by the upper bits of their logits, and only those of one bin are sorted.
+    """
+    # of a number below 0, the bits without the sign grow as the number falls
+    bins = (scaled.view(np.int32) & 0x7FFFFFFF) >> _BIN_SHIFT
+    reached = np.bincount(bins, weights).cumsum()  # float64
+    bin = min(int(reached.searchsorted(wanted)), int(bins.max()))
+    tokens = np.flatnonzero(bins == bin)
+    if not len(tokens):  # they are not numbers
+        return -np.inf
+    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
+    held = weights[tokens].cumsum(dtype=np.float64) + (reached[bin - 1] if bin else 0.0)
+    return float(scaled[tokens[min(int(held.searchsorted(wanted)), len(tokens) - 1)]])
 
 
 def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
@@ -180,10 +198,9 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
         last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
         scaled[distance > nearest.values[last]] = -torch.inf
     if sampling.top_p < 1:
-        best = scaled.sort(descending=True).values
-        held = best.double().softmax(-1).cumsum(-1)
-        last = min(int((held < np.float32(sampling.top_p)).sum()), len(scaled) - 1)
-        scaled[scaled < best[last]] = -torch.inf
+        weights = scaled.exp()
+        wanted = float(np.float32(sampling.top_p)) * float(weights.sum(dtype=torch.float64))
+        scaled[scaled < _mass_bound(scaled.numpy(), weights.numpy(), wanted)] = -torch.inf
     if sampling.min_p > 0:
         scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
     if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):
