@@ -16,7 +16,18 @@ Quantization = Literal["auto", "none"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KVCacheDType = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw", "processed"]
+Isolation = Literal["thread", "process"]
 
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "mixed_chunk_tokens",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory",
+    "threads",
+)
 MAX_ROWS = 65_536
 """The most rows of a step: each takes memory whether it is used or not."""
 
@@ -43,6 +54,8 @@ class EngineConfig:
     """Requests that run at once: rows of a step."""
     max_batched_tokens: int | None = None
     """Positions that one step computes."""
+    mixed_chunk_tokens: int | None = None
+    """Prompt tokens that a step computes beside running requests where a prompt comes alone; of a burst more."""
     block_size: int | None = None
     """Tokens in a block of the KV cache: a power of two, 8 to 256."""
     num_blocks: int | None = None
@@ -73,10 +86,14 @@ class EngineConfig:
     the cache; slower, and a GPU's only."""
     threads: int | None = None
     """Threads of a CPU step; None leaves torch's own number."""
+    isolation: Isolation = "thread"
+    """Where the engine lives: on a "thread" of the program's, or in a "process" of its own, which no Python work of the
+    program's holds up, and which is started again if it dies."""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DType.__args__)  # type: ignore[attr-defined]
         _one_of("quantization", self.quantization, Quantization.__args__)  # type: ignore[attr-defined]
+        _one_of("isolation", self.isolation, Isolation.__args__)  # type: ignore[attr-defined]
         _one_of("logprobs_mode", self.logprobs_mode, LogprobsMode.__args__)  # type: ignore[attr-defined]
         _one_of("load_format", self.load_format, LoadFormat.__args__)  # type: ignore[attr-defined]
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType.__args__)  # type: ignore[attr-defined]
@@ -84,9 +101,8 @@ class EngineConfig:
             self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)
         ):
             raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}')
-        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "num_blocks", "kv_cache_memory", "threads"):
+        for name in _COUNTS:
             _positive(name, getattr(self, name))
-        _positive("block_size", self.block_size)
         if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"block_size must be a power of two from 8 to 256, got {self.block_size!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
@@ -134,6 +150,11 @@ def _positive(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def child_environment(path: Iterable[str]) -> dict[str, str]:
+    """The environment of a Python process that finds modules where this one does, along `path`."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def read_environment(names: Iterable[str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ AsyncLLMError
 └── EngineError (RuntimeError)          the engine as a whole
     ├── EngineNotStarted                used before `async with` / `start()`
     ├── EngineClosed                    used after, or ended by, `aclose()`
+    ├── EngineCrashed                   its process has died, and another one takes its place
     ├── EngineDead                      a fault that the engine cannot survive
     └── EngineForked                    used in a child made by `os.fork()`
 ```
@@ -125,6 +126,10 @@ class EngineClosed(EngineError):
 
 class EngineDead(EngineError):
     """A fault that the engine cannot survive; the cause is chained."""
+
+
+class EngineCrashed(EngineError):
+    """The engine's process has died and taken this request along; with `isolation="process"`, which starts another."""
 
 
 class EngineForked(EngineError):

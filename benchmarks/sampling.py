@@ -190,6 +190,8 @@ def main() -> None:
     reading = min(reading, least)
     print("sampling | logits | µs | x reading | sorting µs | wrong tokens of 8")
     table = []
+    facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
+    facts["device"] = torch.cuda.get_device_name()
     for (name, setting), (kind, spread) in product(SETTINGS.items(), SPREADS.items()):
         for dtype in (torch.float32, torch.bfloat16):
             logits = make_logits(rows, vocabulary, dtype, spread)
@@ -203,10 +205,8 @@ def main() -> None:
             label = f"{kind} {str(dtype).removeprefix('torch.')}"
             print(f"{name} | {label} | {mine * 1e6:.1f} | {mine / reading:.2f} | {other} | {wrong}", flush=True)
             table.append({"sampling": name, "logits": label, "seconds": mine, "sorting_seconds": sort, "wrong": wrong})
-    if options.output:
-        facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
-        facts["device"] = torch.cuda.get_device_name()
-        options.output.write_text(json.dumps({**facts, "table": table}, indent=1) + "\n", encoding="utf-8")
+            if options.output:  # after each row: a run that is cut short loses nothing
+                options.output.write_text(json.dumps({**facts, "table": table}, indent=1) + "\n", encoding="utf-8")
     if options.sweep:
         sweep(rows, vocabulary, reading=reading)
 

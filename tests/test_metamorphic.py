@@ -115,6 +115,20 @@ def forms() -> list[SamplingParams]:
         SamplingParams(
             seed=35, max_tokens=30, stop=[")"], structured_output=StructuredOutput(grammar='start: "(" [start] ")"')
         ),
+        SamplingParams(
+            seed=37,
+            max_tokens=30,
+            structured_output=StructuredOutput(regex="[a-f]{3,9}(-[0-9]+)?"),
+            allowed_token_ids=range(15, 72),
+            bad_words=["ab", "c"],
+        ),
+        SamplingParams(  # 30 is "<"
+            seed=38,
+            max_tokens=40,
+            structured_output=StructuredOutput(regex="[a-f]{3,9}", after_reasoning="qwen3"),
+            thinking_token_budget=5,
+            logit_bias={30: 60.0},
+        ),
     ]
 
 
@@ -287,6 +301,12 @@ VARIANTS = {
     "small_pool": Variant({}, together, small_pool=True),
     "small_pool_run_ahead_2": Variant({"run_ahead": 2, "max_batched_tokens": 40}, together, small_pool=True),
     "small_pool_no_cache": Variant({"prefix_caching": False}, together, small_pool=True),
+    "process": Variant({"isolation": "process"}, streamed),
+    "process_warm_cache": Variant({"isolation": "process", "run_ahead": 2}, twice),
+    "process_slowly_read": Variant({"isolation": "process"}, slowly_read),
+    "process_cancelled_mates": Variant({"isolation": "process"}, with_cancelled_mates),
+    "process_two_threads": Variant({"isolation": "process"}, from_two_threads),
+    "process_small_pool": Variant({"isolation": "process", "run_ahead": 0}, together, small_pool=True),
 }
 
 
@@ -321,7 +341,11 @@ def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> 
     assert len({choices[0][1] for choices in answers}) > 14  # the answers differ from one another
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LONG = [name for name in VARIANTS if name.startswith("process_")]
+"""With a model to load in a process of its own each."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in VARIANTS])
 async def test_variant_equals_baseline(name: str, model: Path, device: str, baseline: list[Any]) -> None:
     variant = VARIANTS[name]
     pool = {"num_blocks": SMALL_POOLS[model.name]} if variant.small_pool else {}

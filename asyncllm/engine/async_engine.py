@@ -15,21 +15,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import anyio
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine import process
-from asyncllm.engine.core import Core
+from asyncllm.engine.core_access import CoreAccess, EngineHome
 from asyncllm.engine.engine_thread import EngineThread
-from asyncllm.engine.execution.runner import Embeds
+from asyncllm.engine.isolation.engine_process import EngineProcess
 from asyncllm.engine.mailbox import Mailbox
-from asyncllm.engine.model import ModelLoader, model_loader
-from asyncllm.engine.plan import Float32Array
-from asyncllm.engine.preparation import ChatOptions, Messages, Preparation, Prompt, Submission, count_characters
+from asyncllm.engine.model import ModelLoader, NamedModel
+from asyncllm.engine.preparation import ChatOptions, Messages, Prompt, Submission, TextWork, count_characters
 from asyncllm.engine.stream import TokenStream
 from asyncllm.errors import (
+    AsyncLLMError,
     ConfigError,
     EngineClosed,
     EngineError,
@@ -43,8 +43,6 @@ from asyncllm.results import Completion, Embedding
 from asyncllm.structured import StructuredOutput
 
 __all__ = ["AsyncEngine", "RequestOptions", "TokenStream"]
-
-Result = TypeVar("Result")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -78,11 +76,11 @@ class AsyncEngine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config must be an EngineConfig, got {config!r:.80}")
         self._config = (config or EngineConfig()).override(**overrides)
-        self._load: ModelLoader = model if callable(model) else model_loader(os.fspath(model))
+        self._load: ModelLoader = model if callable(model) else NamedModel(os.fspath(model))
         self._name = type(model).__name__ if callable(model) else os.fspath(model)
         self._pid: int | None = None  # of the process that started it; before, it may be inherited by a fork
         self._lock = threading.Lock()  # of the two below, for tasks that start and close it in different threads
-        self._thread: EngineThread | None = None
+        self._home: EngineHome | None = None
         self._closed = False
         self._unsubmitted: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
 
@@ -97,25 +95,25 @@ class AsyncEngine:
             if self._closed:
                 raise EngineClosed("the engine is closed; make another one")
             self._pid = process.pid
-            is_first = self._thread is None
-            thread = self._thread or EngineThread(self._load, self._config)
+            is_first = self._home is None
+            home = self._home or self._make_home()
             if is_first:
-                thread.start()
-                self._thread = thread
+                home.start()
+                self._home = home
                 # Nobody can use an engine that was dropped. As for a stream, the callback takes no lock.
-                weakref.finalize(self, thread.stop).atexit = False
+                weakref.finalize(self, home.stop).atexit = False
         try:
-            await asyncio.wrap_future(thread.started)
+            await asyncio.wrap_future(home.started)
         except asyncio.CancelledError:
             if is_first:
                 self._closed = True
-                thread.stop()
+                home.stop()
             raise
         except BaseException:
-            thread.join()
+            home.join()
             with self._lock:
-                if self._thread is thread:
-                    self._thread = None  # all is given back, and it may be tried again
+                if self._home is home:
+                    self._home = None  # all is given back, and it may be tried again
             raise
 
     async def aclose(self, drain: float = 0.0) -> None:
@@ -129,19 +127,19 @@ class AsyncEngine:
             raise ConfigError(f"drain must be a number of seconds, at least 0, got {drain!r:.80}")
         with self._lock:
             self._closed = True
-            thread = self._thread
-        if thread is None:
+            home = self._home
+        if home is None:
             return
-        thread.stop(drain)
+        home.stop(drain)
         interruption: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):  # else a cancelled scope of the caller would cancel each wait anew
-            while not thread.stopped.done():
+            while not home.stopped.done():
                 try:
-                    await asyncio.wrap_future(thread.stopped)
+                    await asyncio.wrap_future(home.stopped)
                 except asyncio.CancelledError as error:
                     interruption = error
-                    thread.stop()
-        thread.join()
+                    home.stop()
+        home.join()
         if interruption is not None:
             raise interruption
 
@@ -212,18 +210,14 @@ class AsyncEngine:
         if isinstance(texts, str | bytes):
             raise InvalidPromptError(f"embed takes a list of texts, got {texts!r:.80}: for one text, [text]")
         core = self._core()
-        runner = core.model.runner
-        if not isinstance(runner, Embeds):
-            raise InvalidParamsError(f'there are no embeddings on {core.model.facts.device} yet: use device="cpu"')
-        characters = "".join(text for text in texts if isinstance(text, str))
-        prompts = await self._on_worker(characters, lambda preparation: [preparation.token_ids(text) for text in texts])
+        characters = sum(len(text) for text in texts if isinstance(text, str))
         found = []
-        for token_ids in prompts:
+        for token_ids in await self._on_worker(TextWork("prompts", (texts,), characters)):
             try:
-                vector: Float32Array = await asyncio.wrap_future(core.on_loop(runner.embed(token_ids)))
-            except EngineError:
+                vector = await asyncio.wrap_future(core.embed(token_ids))
+            except AsyncLLMError:
                 raise
-            except RuntimeError as error:
+            except RuntimeError as error:  # its runner has ended
                 raise EngineClosed("the engine was closed") from error
             found.append(Embedding(vector.tolist(), len(token_ids)))
         return found
@@ -237,7 +231,7 @@ class AsyncEngine:
             mailbox = reference()
             if mailbox is not None and mailbox.request_id == request_id:
                 mailbox.aborted = True
-        if self._thread is not None and self._thread.started.done():
+        if self._home is not None and self._home.started.done():
             self._core().abort(request_id)
 
     async def tokenize(
@@ -250,13 +244,13 @@ class AsyncEngine:
     ) -> list[int]:
         """The token ids that a text or chat messages come to as a prompt."""
         chat = ChatOptions(tools, chat_template_kwargs or {}, continue_final_message)
-        return await self._on_worker(prompt, lambda preparation: preparation.tokenize(prompt, chat))
+        token_ids: list[int] = await self._on_worker(TextWork("tokenize", (prompt, chat), count_characters(prompt)))
+        return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return await self._on_worker(
-            token_ids, lambda preparation: preparation.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
-        )
+        text: str = await self._on_worker(TextWork("detokenize", (token_ids, skip_special_tokens), 0))
+        return text
 
     async def apply_chat_template(
         self,
@@ -268,25 +262,26 @@ class AsyncEngine:
     ) -> str:
         """The text that chat messages come to."""
         chat = ChatOptions(tools, chat_template_kwargs or {}, continue_final_message)
-        return await self._on_worker(messages, lambda preparation: preparation.render(messages, chat))
+        text: str = await self._on_worker(TextWork("render", (messages, chat), count_characters(messages)))
+        return text
 
     @property
     def state(self) -> EngineState:
         """Where the engine stands; never raises."""
-        thread = self._thread
+        home = self._home
         if self._closed:
             return EngineState.CLOSED
-        if thread is None:
+        if home is None:
             return EngineState.NEW
-        if not thread.started.done():
+        if not home.started.done():
             return EngineState.LOADING
-        if thread.started.cancelled() or thread.started.exception() is not None:
+        if home.started.cancelled() or home.started.exception() is not None:
             return EngineState.NEW
-        return EngineState.DEAD if thread.started.result().is_dead else EngineState.RUNNING
+        return home.started.result().state
 
     def describe(self) -> ModelDescription:
         """What the engine serves."""
-        return self._core().model.describe(self._name)
+        return self._core().describe(self._name)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of what the engine holds and has done; of its last moment, once it is closed."""
@@ -297,7 +292,7 @@ class AsyncEngine:
         second or so."""
         if self._closed:
             raise EngineClosed("the engine is closed")
-        return self._core().inspect(limit)
+        return await asyncio.wrap_future(self._core().inspect(limit))
 
     def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Hand a request to the engine. Returns what abandons it, which takes no lock."""
@@ -306,24 +301,29 @@ class AsyncEngine:
         self._unsubmitted.pop(id(mailbox), None)  # after it was opened: `abort` looks here first, so it misses none
         return partial(core.abandon, request)
 
+    def _make_home(self) -> EngineHome:
+        if self._config.isolation == "process":
+            return EngineProcess(self._name, self._load, self._config)
+        return EngineThread(self._load, self._config)
+
     def _check_process(self) -> None:
         if self._pid is not None:
             process.check(self._pid)
 
-    def _core(self) -> Core:
+    def _core(self) -> CoreAccess:
         self._check_process()
-        if self._thread is None or not self._thread.started.done():
+        if self._home is None or not self._home.started.done():
             if self._closed:
                 raise EngineClosed("the engine is closed")
             raise EngineNotStarted("start the engine first: `async with engine:` or `await engine.start()`")
-        return self._thread.started.result()
+        return self._home.started.result()
 
-    async def _on_worker(self, text: Prompt, work: Callable[[Preparation], Result]) -> Result:
+    async def _on_worker(self, work: TextWork) -> Any:
         _require_asyncio()
         core = self._core()
         if self._closed:
             raise EngineClosed("the engine is closed")
-        answer = asyncio.wrap_future(core.on_worker(count_characters(text), work))
+        answer = asyncio.wrap_future(core.text(work))
         try:
             await asyncio.wait([answer])  # a wait of its own: who was cancelled, this task or the work, stays apart
         finally:

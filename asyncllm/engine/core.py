@@ -14,43 +14,42 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.command_queue import CommandQueue
+from asyncllm.engine.consumers import Consumers, LoopConsumers
 from asyncllm.engine.delivery import Delivery
-from asyncllm.engine.guidance import CoreTurns, DriverMaker, Guidance
-from asyncllm.engine.guide_work import GuideWork
-from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HookPlace
+from asyncllm.engine.execution.runner import Embeds
+from asyncllm.engine.guidance import CoreTurns, Guidance
+from asyncllm.engine.hook_place import HookPlace
 from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.mailbox import Mailbox, Stage
 from asyncllm.engine.model import ServedModel, scheduler_config
-from asyncllm.engine.plan import LateTokens, StepResult
-from asyncllm.engine.preparation import Preparation, Prepared, PreparedChoice, Submission
+from asyncllm.engine.plan import Float32Array, Int32Array, LateTokens, StepResult
+from asyncllm.engine.preparation import Preparation, Prepared, Submission, TextWork
 from asyncllm.engine.scheduling.reports import Ended
 from asyncllm.engine.scheduling.scheduler import Scheduler
 from asyncllm.engine.side_work import SideWork
 from asyncllm.engine.statistics import engine_statistics
 from asyncllm.engine.step_pipeline import StepPipeline, clock
 from asyncllm.engine.workers import Workers
-from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, RequestError, RequestFailed
-from asyncllm.metrics import EngineStatistics, Inspection
+from asyncllm.errors import AsyncLLMError, EngineClosed, EngineDead, InvalidParamsError, RequestError, RequestFailed
+from asyncllm.metrics import EngineState, EngineStatistics, Inspection, ModelDescription
 from asyncllm.results import FinishReason
 
 logger = logging.getLogger("asyncllm")
-
-Result = TypeVar("Result")
 
 
 class Core:
     """Serves one model. Made on the engine's thread, inside its running event loop."""
 
-    def __init__(self, model: ServedModel, config: EngineConfig, workers: Workers) -> None:
+    def __init__(
+        self, model: ServedModel, config: EngineConfig, workers: Workers, consumers: Consumers | None = None
+    ) -> None:
         self.model, self._config = model, config
         self._workers = workers
         self._scheduler = Scheduler(scheduler_config(model.facts, config))
@@ -64,11 +63,10 @@ class Core:
         self._commands = CommandQueue(self._loop, self._context, self._run_turn)
         self._beside = SideWork(self._loop, self._context)
         self._ids = count()
-        self._live = LiveRequests()
+        self._live = LiveRequests(consumers or LoopConsumers())
         self._delivery = Delivery(self._scheduler, self._live, self._fail)
-        work = GuideWork(workers.guides, self._call_for_words)
-        turns = CoreTurns(self._loop, self._run_turn, self._fail)
-        self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, turns)
+        turns = CoreTurns(self._loop, self._context, self._run_turn, self._fail, config.hook_timeout)
+        self._guidance = Guidance(self._scheduler, self._live, self._delivery, workers.guides, turns)
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
         self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
@@ -96,13 +94,13 @@ class Core:
 
     # --- from any thread; none of them waits for anything ---
 
-    def open(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> int:
-        """A stream begins; what comes of it is left in its mailbox and told to `loop`. Returns the internal id.
-
-        Raises `EngineClosed` where nobody would answer any more.
-        """
+    def open(
+        self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop, place: HookPlace | None = None
+    ) -> int:
+        """As `CoreAccess.open`; `place`: see `Request`."""
         request = next(self._ids)
-        if not self._commands.post(self._open, (Request(request, mailbox, submission, loop), submission)):
+        opening = Request(request, mailbox, submission, loop, place)
+        if not self._commands.post(self._open, (opening, submission)):
             raise EngineClosed("the engine is closed")
         return request
 
@@ -118,21 +116,28 @@ class Core:
         """Take no more requests, and end those that are still there after `drain` seconds with `EngineClosed`."""
         self._commands.post(self._close, drain)
 
-    def on_worker(self, characters: int, work: Callable[[Preparation], Result]) -> Future[Result]:
-        """Tokenising, rendering and the like, beside any request. Raises `EngineClosed`."""
+    def text(self, work: TextWork) -> Future[Any]:
+        """As `CoreAccess.text`."""
         try:
-            return self._workers.submit(characters, work, self._preparation)
+            return self._workers.submit(work.characters, self._preparation.carry_out, work)
         except RuntimeError as error:
             raise EngineClosed("the engine is closed") from error
 
-    def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Device work beside the steps. The future gets `EngineClosed` where the engine ends before it."""
-        return self._beside.begin(work)
+    def embed(self, token_ids: Int32Array) -> Future[Float32Array]:
+        """As `CoreAccess.embed`."""
+        runner = self.model.runner
+        if not isinstance(runner, Embeds):
+            raise InvalidParamsError(f'there are no embeddings on {self.model.facts.device} yet: use device="cpu"')
+        return self._beside.begin(runner.embed(token_ids))
 
     @property
-    def is_dead(self) -> bool:
-        """Whether a fault has ended it."""
-        return self._dead is not None
+    def state(self) -> EngineState:
+        """As `CoreAccess.state`."""
+        return EngineState.RUNNING if self._dead is None else EngineState.DEAD
+
+    def describe(self, name: str) -> ModelDescription:
+        """What is served, under that name."""
+        return self.model.describe(name)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot as of the last turn."""
@@ -144,9 +149,11 @@ class Core:
             step_times=self._pipeline.times(),
         )
 
-    def inspect(self, limit: int) -> Inspection:
-        """What is held now, block by block, and the oldest requests."""
-        return Inspection(self._scheduler.cache.pool.states(), self._live.views(limit))
+    def inspect(self, limit: int) -> Future[Inspection]:
+        """As `CoreAccess.inspect`."""
+        found: Future[Inspection] = Future()
+        found.set_result(Inspection(self._scheduler.cache.pool.states(), self._live.views(limit)))
+        return found
 
     # --- turns ---
 
@@ -191,14 +198,10 @@ class Core:
         if tokens is not None:
             self._guidance.take_late(tokens)
 
-    def _call_for_words(self) -> None:
-        """On any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._run_turn, self._guidance.take_words, context=self._context)
-
     def _launch(self) -> None:
-        """Launch what can be launched now; what is put off, then."""
+        """Launch what can be launched now, with the words that are there; what is put off, then."""
         guidance, launches = self._guidance, self._pipeline.launches
+        guidance.take_words()
         for request in self._pipeline.launch(guidance.awaited):
             self._live[request].mailbox.stage = Stage.RUNNING
         if self._pipeline.launches != launches:
@@ -266,7 +269,7 @@ class Core:
         try:
             self._live.admit(request)
             if self._dead is not None or self._closing:
-                raise EngineClosed("the engine is closed") if self._dead is None else self._death()
+                raise EngineClosed("the engine is closed") if self._dead is None else self.death()
             if not request.mailbox.aborted:
                 self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:
@@ -315,17 +318,9 @@ class Core:
         for index, (branch, choice) in enumerate(branches):
             self._scheduler.add(prepared.spec(index, ids, submission, self.model.facts.max_model_len))
             branch.take_text(choice, prepared.min_tokens, self._delivery.found)
-            if choice.guide is not None:
-                self._guidance.begin(branch, choice.guide, self._driver(choice, request))
+            self._guidance.begin(branch, choice)
         mailbox.stage = Stage.QUEUED
         mailbox.notify()
-
-    def _driver(self, choice: PreparedChoice, request: Request) -> DriverMaker | None:
-        unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
-        if unheard or choice.hooks is None or request.context is None or choice.guide is None:
-            return None
-        place = HookPlace(request.loop, request.context, self._config.hook_timeout)
-        return partial(HookDriver, HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens), place)
 
     def _abandon(self, request: int) -> None:
         self._abort(self._live.get(request))
@@ -378,13 +373,13 @@ class Core:
         self._dead = EngineDead(f"the engine has died: {error}")
         self._dead.__cause__ = error
         for request in self._live:
-            self._refuse(request, self._death())
+            self._refuse(request, self.death())
         for timer in (self._timer, self._hold):
             if timer is not None:
                 timer.cancel()
         self._rest()
 
-    def _death(self) -> EngineDead:
+    def death(self) -> EngineDead:
         """An exception of its own for each stream, since each gets its own traceback."""
         death = EngineDead(str(self._dead))
         death.__cause__ = None if self._dead is None else self._dead.__cause__

@@ -1,8 +1,4 @@
-"""EngineThread: the thread that an engine lives on, from loading the model to giving everything back.
-
-It is not a daemon: torch aborts the process when the interpreter ends under one. So that a program which never closes
-its engine ends all the same, one watcher a process waits for the main thread to end and then stops every engine.
-"""
+"""EngineThread: the thread that an engine lives on, from loading the model to giving everything back."""
 
 from __future__ import annotations
 
@@ -13,7 +9,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine import exit_watch
+from asyncllm.engine.consumers import Consumers
 from asyncllm.engine.core import Core
+from asyncllm.engine.core_access import CoreAccess
 from asyncllm.engine.event_loop import EngineLoop
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.workers import Workers
@@ -25,30 +24,32 @@ logger = logging.getLogger("asyncllm")
 class EngineThread:
     """Loads a model, serves it, gives it back. Its futures cannot be cancelled, so any number may wait for them."""
 
-    def __init__(self, load: ModelLoader, config: EngineConfig) -> None:
+    def __init__(self, load: ModelLoader, config: EngineConfig, consumers: Consumers | None = None) -> None:
+        """`consumers`: who hears of the streams; else the event loops that submit them."""
         self._load = load
         self._config = config
+        self._consumers = consumers
         self._loop = EngineLoop()
         self._loading: asyncio.Future[ServedModel] | None = None
         self._core: Core | None = None
         self._stopping = False
-        self.started: Future[Core] = Future()
+        self.started: Future[CoreAccess] = Future()
         self.stopped: Future[None] = Future()
         for future in (self.started, self.stopped):
             future.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=self._run, name="asyncllm-engine", daemon=False)
 
     def start(self) -> None:
-        """Begin to load."""
-        _watch_exit(self)
+        """As `EngineHome.start`."""
+        exit_watch.watch(self)
         try:
             self._thread.start()
         except RuntimeError:  # there can be no more threads
-            _running.discard(self)
+            exit_watch.forget(self)
             raise
 
     def stop(self, drain: float = 0.0) -> None:
-        """Begin to end: at once where the model is still being loaded, else as `Core.close` says."""
+        """As `EngineHome.stop`."""
         self._stopping = True  # before the core is looked for: who makes it looks at this afterwards
         if self._core is not None:
             self._core.close(drain)
@@ -57,7 +58,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._stop_loading)
 
     def join(self) -> None:
-        """Wait for the thread's last instructions, once `stopped` is set or `started` has failed."""
+        """As `EngineHome.join`."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -79,7 +80,7 @@ class EngineThread:
             loop.close()
             if self._core is not None:
                 self._core.end()
-            _running.discard(self)
+            exit_watch.forget(self)
             self.stopped.set_result(None)
             if not self.started.done():
                 self.started.set_exception(failure)
@@ -90,7 +91,7 @@ class EngineThread:
             self._stop_loading()
         model = await self._loading
         try:
-            core = Core(model, self._config, workers)
+            core = Core(model, self._config, workers, self._consumers)
             self._core = core
             if self._stopping:
                 core.close(0)
@@ -103,21 +104,3 @@ class EngineThread:
     def _stop_loading(self) -> None:
         if self._loading is not None and self._core is None:
             self._loading.cancel()
-
-
-_running: set[EngineThread] = set()
-_watcher: threading.Thread | None = None
-
-
-def _watch_exit(engine: EngineThread) -> None:
-    global _watcher  # noqa: PLW0603  # one a process
-    _running.add(engine)
-    if _watcher is None or not _watcher.is_alive():  # not alive: this is a child of the process that had it
-        _watcher = threading.Thread(target=_stop_at_exit, name="asyncllm-exit", daemon=True)
-        _watcher.start()
-
-
-def _stop_at_exit() -> None:
-    threading.main_thread().join()
-    for engine in tuple(_running):
-        engine.stop()

@@ -1,28 +1,21 @@
 """HookDriver: calls the host's own functions about one late request, one after another.
 
-Async functions run in the event loop that the request was submitted in, with the context variables of that moment;
-plain ones on a thread of each call's own (`on_own_thread`), so that none waits for another, and a call's
-time is its own. While one is at work, its row waits, and no other. One that raises or takes too
-long ends its request.
+While one is at work (`hook_place` says where), its row waits, and no other. One that raises or takes too long ends its
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from asyncllm.engine.hook_place import HookPlace
 from asyncllm.engine.plan import Adjustment, Float32Array, RowLogits, RowSampling
 from asyncllm.engine.row_logits import adjusted_logits
-from asyncllm.engine.workers import on_own_thread
 from asyncllm.errors import HookFailed
 from asyncllm.params import LogitsProcessor, OnToken
 
@@ -44,14 +37,6 @@ class HookedRequest:
     hooks: Hooks
     sampling: RowSampling
     prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class HookPlace:
-    """Where they run."""
-
-    loop: asyncio.AbstractEventLoop  # the request's
-    context: contextvars.Context  # likewise
     seconds: float  # that each call may take
 
 
@@ -78,6 +63,7 @@ class HookDriver:
         self._hooks = request.hooks
         self._sampling = request.sampling
         self._place = place
+        self._seconds = request.seconds
         self._prompt_tokens = request.prompt_tokens
         self._bind = bind
         self._events: asyncio.Queue[int | _Said | HostLogits | None] = asyncio.Queue()
@@ -128,7 +114,7 @@ class HookDriver:
         for processor in self._hooks.processors:
             returned = await self._call("logits_processors", processor, list(said.token_ids), values)
             if returned is not None:
-                values = _checked(returned, len(logits))
+                values = checked_logits(returned, len(logits))
         if np.isnan(values).any() or not (values > -np.inf).any():
             raise HookFailed("logits_processors left no token: each logit is -inf, or one is not a number")
         # +inf means this token and no other; but less the largest logit, as the sampler has it, it is not a number
@@ -136,50 +122,24 @@ class HookDriver:
 
     async def _call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            async with asyncio.timeout(self._place.seconds) as limit:
+            async with asyncio.timeout(self._seconds) as limit:
                 return await self._result(function, *args)
         except Exception as error:
             if limit.expired():
-                raise HookFailed(f"{name}: {function!r:.80} took more than {self._place.seconds:g} seconds") from error
+                raise HookFailed(f"{name}: {function!r:.80} took more than {self._seconds:g} seconds") from error
             raise HookFailed.caused(f"{name}: {function!r:.80} failed", error) from error
 
     async def _result(self, function: Callable[..., Any], *args: Any) -> Any:
-        place = self._place
-        if _is_async(function):
-            return await self._on_loop(partial(function, *args))
-        call = partial(place.context.copy().run, function, *args)
-        result = await asyncio.wrap_future(on_own_thread(call))
-        return await self._on_loop(lambda: result) if inspect.isawaitable(result) else result
-
-    async def _on_loop(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of an awaitable that is made and awaited on the request's loop, in its context."""
-        place, done = self._place, Future[Any]()
-        done.set_running_or_notify_cancel()  # it is answered, whether anybody waits or not
-        tasks: list[asyncio.Task[None]] = []
-
-        async def run() -> None:
-            try:
-                done.set_result(await function())
-            except Exception as error:
-                done.set_exception(error)
-            except BaseException as error:  # cancelled, or the host is about to leave: nothing to raise on our thread
-                done.set_exception(RuntimeError(repr(error)))
-                raise
-
-        place.loop.call_soon_threadsafe(lambda: tasks.append(place.loop.create_task(run(), context=place.context)))
+        call = self._place.begin(function, *args)
         try:
-            return await asyncio.wrap_future(done)
+            return await asyncio.wrap_future(call.result)
         except asyncio.CancelledError:
-            with suppress(RuntimeError):  # that loop is closed, and its tasks with it
-                place.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            call.cancel()
             raise
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _checked(returned: Any, vocab_size: int) -> Float32Array:
+def checked_logits(returned: Any, vocab_size: int) -> Float32Array:
+    """What a processor has returned, as logits. Raises `HookFailed`."""
     try:
         values: Float32Array = np.array(returned, dtype=np.float32)
     except (TypeError, ValueError) as error:

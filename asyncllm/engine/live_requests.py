@@ -1,4 +1,4 @@
-"""LiveRequests: who is being served, and the event loops that listen. Engine thread only.
+"""LiveRequests: who is being served. Engine thread only.
 
 A request lives here until its row and blocks are free; its `request_id` only until it has ended. Knows nothing of
 steps: it is told what happened and tells the mailboxes.
@@ -11,13 +11,15 @@ import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncllm.engine.mailbox import ChoiceBox, ChoiceEnd, ConsumerLoop, Ending, Mailbox, Stage
+from asyncllm.engine.consumers import Consumers
+from asyncllm.engine.hook_place import HookPlace, LoopPlace
+from asyncllm.engine.mailbox import ChoiceBox, ChoiceEnd, Ending, Mailbox, Stage
 from asyncllm.engine.preparation import ChatOptions, PreparedChoice, Submission
 from asyncllm.engine.request_text import RequestText, WatchedText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
 from asyncllm.metrics import RequestMetrics, RequestView
-from asyncllm.outputs.repetition import LoopWatch
+from asyncllm.outputs.loop_watch import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 from asyncllm.results import REPETITION, FinishReason, Usage
@@ -32,26 +34,33 @@ class Request:
         "arrival",
         "branches",
         "cached_tokens",
-        "context",
         "first_token",
         "id",
         "loop",
         "mailbox",
         "open",
         "params",
+        "place",
         "preemptions",
         "queued",
         "scheduled",
     )
 
     def __init__(
-        self, request: int, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop
+        self,
+        request: int,
+        mailbox: Mailbox,
+        submission: Submission,
+        loop: asyncio.AbstractEventLoop,
+        place: HookPlace | None = None,
     ) -> None:
-        """In the task that submits it: where there are functions of the host's to be called, its context is kept."""
+        """`place`: where functions of the host's are called; else in that loop, with the context of this moment."""
         self.id = request
         self.mailbox = mailbox
         self.loop = loop
-        self.context = contextvars.copy_context() if submission.params.has_hooks else None
+        if place is None and submission.params.has_hooks:
+            place = LoopPlace(loop, contextvars.copy_context())
+        self.place = place
         self.params: SamplingParams = submission.params
         self.arrival = submission.arrival
         self.branches: tuple[Branch, ...] = ()  # its choices, once it is handed to the scheduler
@@ -133,11 +142,11 @@ _NOBODY = _nobody()
 class LiveRequests:
     """Requests and their branches by internal id. The first branch of a request has the request's."""
 
-    def __init__(self) -> None:
+    def __init__(self, consumers: Consumers) -> None:
+        self._consumers = consumers
         self._requests: dict[int, Request] = {}
         self._branches: dict[int, Branch] = {}  # until their blocks are free
         self._names: dict[str, int] = {}  # request_id to internal id, of requests that have not ended
-        self._consumers: dict[asyncio.AbstractEventLoop, ConsumerLoop] = {}
         self.finished = 0
         self.aborted = 0
 
@@ -179,12 +188,8 @@ class LiveRequests:
 
     def admit(self, request: Request) -> None:
         """Take a request in. Raises `DuplicateRequestError`, and has it even so."""
-        mailbox, loop = request.mailbox, request.loop
-        consumer = self._consumers.get(loop)
-        if consumer is None:
-            consumer = self._consumers[loop] = ConsumerLoop(loop)
-        consumer.mailboxes[request.id] = mailbox
-        mailbox.consumer = consumer
+        mailbox = request.mailbox
+        self._consumers.listen(request.id, mailbox, request.loop)
         mailbox.stage = Stage.PREPARING
         self._requests[request.id] = request
         if mailbox.request_id in self._names:
@@ -261,19 +266,11 @@ class LiveRequests:
             mailbox = request.mailbox
             mailbox.released = True
             mailbox.notify()
-            if mailbox.consumer is not None:
-                del mailbox.consumer.mailboxes[request.id]
+            self._consumers.forget(request.id, mailbox)
 
     def send(self) -> list[Request]:
-        """Wake each loop that has something to look at, once. Returns the requests whose loop is closed."""
-        orphans: list[Request] = []
-        for consumer in tuple(self._consumers.values()):
-            is_open = consumer.send()
-            if not is_open:
-                orphans += [self._requests[request] for request in consumer.mailboxes]
-            if not is_open or not consumer.mailboxes:
-                del self._consumers[consumer.loop]
-        return orphans
+        """Tell everybody what there is to look at. Returns the requests whose consumer is gone."""
+        return [self._requests[request] for request in self._consumers.send()]
 
     def _end(self, request: Request) -> None:
         """All choices of the request have their ends."""

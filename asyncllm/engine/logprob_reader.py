@@ -25,7 +25,7 @@ class LogprobReader:
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         """`token_bytes`: the raw bytes of an id, b"" without a tokenizer."""
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
 
     def read(self, positions: Iterable[TokenScores]) -> tuple[PositionLogprobs, ...]:
         """Of positions by themselves."""
@@ -41,7 +41,7 @@ class LogprobReader:
     def entry(self, scores: TokenScores, place: int) -> TokenLogprob:
         """One of a position's."""
         token_id = int(scores.token_ids[place])
-        data = self._token_bytes(token_id)
+        data = self.token_bytes(token_id)
         return TokenLogprob(token_id, float(scores.logprobs[place]), int(scores.ranks[place]), data, token_text(data))
 
 

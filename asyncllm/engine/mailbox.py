@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 
@@ -47,6 +48,24 @@ class Ending:
 
     usage: Usage
     metrics: RequestMetrics
+
+
+class Consumer(Protocol):
+    """Who hears of mailboxes."""
+
+    batch: list[Mailbox]  # to look at, once this turn is over
+
+
+class Waiter(Protocol):
+    """Who is told of new tokens, on the stream's loop: a future, or what does its work at once and is told again."""
+
+    def done(self) -> bool:
+        """Whether it is to be told no more."""
+        ...
+
+    def set_result(self, result: None, /) -> object:
+        """Something is there to be read."""
+        ...
 
 
 class ChoiceBox:
@@ -93,10 +112,10 @@ class Mailbox:
         self.ending: Ending | None = None  # set after the ends of all choices
         self.failure: AsyncLLMError | None = None  # in place of an ending
         self.released = False  # row and blocks are free; set after `ending` or `failure`
-        self.consumer: ConsumerLoop | None = None
+        self.consumer: Consumer | None = None
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
-        self.waiter: asyncio.Future[None] | None = None  # of the one task that waits for the next token
+        self.waiter: Waiter | None = None  # the one that is told of new tokens
         self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
         # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
         self.signalled = False
@@ -126,40 +145,3 @@ class Mailbox:
         if not self.signalled and self.consumer is not None:
             self.signalled = True
             self.consumer.batch.append(self)
-
-
-class ConsumerLoop:
-    """An event loop that reads streams, as the engine's thread sees it."""
-
-    __slots__ = ("batch", "loop", "mailboxes")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.batch: list[Mailbox] = []  # to look at, once this turn is over
-        self.mailboxes: dict[int, Mailbox] = {}  # by internal id, until released
-
-    def send(self) -> bool:
-        """Wake the loop once for the whole batch. False when it is closed."""
-        if self.batch:
-            batch, self.batch = self.batch, []
-            try:
-                self.loop.call_soon_threadsafe(_wake, batch)
-            except RuntimeError:  # how event loops say that they are closed
-                return False
-        return not self.loop.is_closed()
-
-
-def _wake(batch: list[Mailbox]) -> None:
-    """On the consumers' loop: wake every task that waits at one of these mailboxes."""
-    for mailbox in batch:
-        mailbox.signalled = False  # first, so that what comes from now on is signalled anew
-        waiter = mailbox.waiter
-        if waiter is not None:
-            mailbox.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-        if mailbox.watchers:
-            watchers, mailbox.watchers = mailbox.watchers, []
-            for watcher in watchers:
-                if not watcher.done():
-                    watcher.set_result(None)

@@ -73,18 +73,20 @@ ModelLoader = Callable[[EngineConfig, Executor], Awaitable[ServedModel]]
 """Called on the engine's loop; blocking work belongs on the executor. Gives back what it took if it fails."""
 
 
-def model_loader(name: str) -> ModelLoader:
+@dataclass(frozen=True, slots=True)
+class NamedModel:
     """The loader of a Hub id, a folder or a .gguf file."""
 
-    async def load(config: EngineConfig, workers: Executor) -> ServedModel:
+    name: str
+
+    async def __call__(self, config: EngineConfig, workers: Executor) -> ServedModel:
+        """As `ModelLoader`."""
         try:
-            return await _load(name, config, workers)
+            return await _load(self.name, config, workers)
         except AsyncLLMError:
             raise
         except Exception as error:  # what a damaged model makes of the packages that read it
-            raise ModelLoadError(f"{name} cannot be loaded: {error!r}") from error
-
-    return load
+            raise ModelLoadError(f"{self.name} cannot be loaded: {error!r}") from error
 
 
 async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedModel:
@@ -140,6 +142,7 @@ def scheduler_config(facts: ModelFacts, config: EngineConfig) -> SchedulerConfig
     return SchedulerConfig(
         max_num_seqs=facts.max_num_seqs,
         max_batched_tokens=facts.max_batched_tokens,
+        mixed_chunk_tokens=config.mixed_chunk_tokens or facts.mixed_chunk_tokens,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
         groups=facts.groups,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from asyncllm.errors import (
 )
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
-from asyncllm.outputs.repetition import LoopWatch
+from asyncllm.outputs.loop_watch import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 
@@ -69,6 +69,15 @@ class Submission:
         """About how much text there is to work on: the prompt, and a grammar."""
         structured = self.params.structured_output
         return count_characters(self.prompt) + (0 if structured is None else structured.characters)
+
+
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """What a preparation does beside any request, as data: one of its methods, and what it is given."""
+
+    name: Literal["tokenize", "detokenize", "render", "prompts"]
+    arguments: tuple[Any, ...]
+    characters: int  # about how much text there is to work on
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +183,12 @@ class Preparation:
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
             guide=guide,
             hooks=Hooks(params.logits_processors, params.on_token) if params.has_hooks else None,
-            watch=None
-            if loops is None
-            else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
+            watch=None if loops is None else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
         )
+
+    def carry_out(self, work: TextWork) -> Any:
+        """Do what is asked for beside any request."""
+        return getattr(self, work.name)(*work.arguments)
 
     def tokenize(self, prompt: str | Messages, chat: ChatOptions, limit: int | None = None) -> list[int]:
         """The ids of a text, by the tokenizer's own rule for special tokens, or of messages, by the template's."""
@@ -188,7 +199,7 @@ class Preparation:
             return tokenizer.encode(prompt, add_special_tokens=True, limit=limit)
         return tokenizer.encode(self.render(prompt, chat), add_special_tokens=False, limit=limit)
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of these ids."""
         if self._model.tokenizer is None:
             raise InvalidPromptError("this model has no tokenizer")
@@ -210,9 +221,9 @@ class Preparation:
             messages, **{**variables, "tools": chat.tools, "continue_final_message": chat.continue_final_message}
         )
 
-    def token_ids(self, text: str | Sequence[int]) -> Int32Array:
-        """The ids of a text that is no request, checked as one's are."""
-        return self._prompt_array(text, ChatOptions(), None)
+    def prompts(self, texts: Sequence[str | Sequence[int]]) -> list[Int32Array]:
+        """The ids of texts that are no requests, checked as theirs are."""
+        return [self._prompt_array(text, ChatOptions(), None) for text in texts]
 
     def _prompt_array(self, prompt: Prompt, chat: ChatOptions, last: int | None) -> Int32Array:
         """The prompt's ids, or so many `last` ones of them; given ids before those are not looked at."""

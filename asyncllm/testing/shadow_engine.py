@@ -159,6 +159,10 @@ class ShadowModel:
             sampling_defaults=self._sampling_defaults,
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        """For a process of its own, which has the runner."""
+        return {**self.__dict__, "runner": None}
+
     def expected(
         self, prompt: Sequence[int], length: int, *, temperature: float = 0.0, seed: int = 0, choice: int = 0
     ) -> list[int]:

@@ -19,7 +19,8 @@ import torch
 
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.execution.sampler import SampledRows, sample
-from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HookPlace, Hooks, HostLogits
+from asyncllm.engine.hook_driver import HookDriver, HookedRequest, Hooks, HostLogits
+from asyncllm.engine.hook_place import LoopPlace
 from asyncllm.engine.plan import Adjustment, RowLogits, RowSampling
 from asyncllm.errors import HookFailed, InvalidParamsError
 from asyncllm.params import RepetitionDetection
@@ -114,8 +115,8 @@ async def test_an_infinite_logit_decides() -> None:
 
     bound: list[Adjustment] = []
     sampling = RowSampling(temperature=0.1, top_k=0, top_p=1.0, min_p=0.0, seed=0, late=True, reads_logits=True)
-    place = HookPlace(asyncio.get_running_loop(), contextvars.copy_context(), 5.0)
-    driver = HookDriver(HookedRequest(Hooks([sure], None), sampling, 1), place, bound.append)
+    place = LoopPlace(asyncio.get_running_loop(), contextvars.copy_context())
+    driver = HookDriver(HookedRequest(Hooks([sure], None), sampling, 1, 5.0), place, bound.append)
     driver.take_logits(HostLogits(1, np.zeros(VOCAB_SIZE, np.float32)))
     driver.take_adjustment([1], Adjustment())
     driver.end()

@@ -201,9 +201,9 @@ async def test_storm(run_ahead: int, windows: bool, tokenizer: Tokenizer) -> Non
         assert storm.ended.total() == REQUESTS
         assert storm.ended["whole"] == REQUESTS // 2
 
-        thread = engine._thread
-        assert thread is not None
-        core: Core = thread.started.result()
+        assert engine._home is not None
+        core = engine._home.started.result()
+        assert isinstance(core, Core)
         await eventually(lambda: not len(core._live) and engine.statistics().blocks_used == 0)
         statistics = engine.statistics()
         print(f"\n{dict(storm.ended)} {statistics}")
@@ -217,7 +217,7 @@ async def test_storm(run_ahead: int, windows: bool, tokenizer: Tokenizer) -> Non
         assert not core._live._names
         assert not engine._unsubmitted
         assert len(asyncio.all_tasks()) == 1
-        await eventually(lambda: not core._live._consumers and not core._commands)
+        await eventually(lambda: not core._live._consumers._loops and not core._commands)
 
         def nothing_lives() -> bool:
             gc.collect()
