@@ -11,8 +11,8 @@
 #
 # Without a stage: all, in this order. What a stage prints goes to FOLDER/STAGE.txt as it comes, its figures to JSON files
 # beside it, and a line to FOLDER/summary.txt when it ends. A stage that fails or takes too long does not stop the next.
-# Nothing needs a network: kernels are compiled here, weights are random. PYTHON names the interpreter, and LIMIT the most
-# seconds of a stage where its own are too many.
+# Nothing needs a network: kernels are compiled here, weights are random. PYTHON names the interpreter, PASSES how often
+# the goals' workloads run, and LIMIT the most seconds of a stage where its own are too many.
 set -u
 
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
 smollm2() {
@@ -49,6 +49,10 @@ gpu_tests() {
     return $status
 }
 
+goals() {
+    "$PYTHON" -m benchmarks.gpu "$1" --passes "${PASSES:-1}" --check --output "$folder/gpu-$1.json"
+}
+
 both() {
     command=$1
     shift
@@ -62,8 +66,8 @@ both() {
 
 run() {
     case $1 in
-    goals-8b) "$PYTHON" -m benchmarks.gpu llama-3.1-8b --check --output "$folder/gpu-llama-3.1-8b.json" ;;
-    goals-qwen) "$PYTHON" -m benchmarks.gpu qwen3-0.6b --check --output "$folder/gpu-qwen3-0.6b.json" ;;
+    goals-8b) goals llama-3.1-8b ;;
+    goals-qwen) goals qwen3-0.6b ;;
     tests) gpu_tests ;;
     http) smollm2 ;;
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
