@@ -19,7 +19,7 @@ from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.plan import Chunk, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels import language
 from asyncllm.kernels.language import TRITON_AVAILABLE, compiling
 from asyncllm.kernels.row_join import RECORD_WORDS, join_rows
@@ -79,20 +79,20 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
 class Device:
     """An executor on CPU tensors, whose kernels are never run."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, *, deterministic: bool = False) -> None:
         source = resolve_source(str(folder), EngineConfig())
         config = read_model_config(source.config)
         layout = make_cache_layout(config.windows, config.num_kv_heads, config.head_dim, 16)
         device, space = torch.device("cpu"), HostSpace()
         with torch.inference_mode():
-            placement = Placement(dtype, device, kernels=True)
+            placement = Placement(dtype, device, kernels=True, deterministic=deterministic)
             model = find_architecture(source.config).model(config, layout.layers, LENGTH, placement)
             cache = allocate_device_cache(layout, 40, dtype, device)
             ring = StepRing(StepWords(ROWS, 16, TOKENS), 4, device)
             blocks = -(-LENGTH // layout.block_size)
             self.sizes = RowSizes(ROWS, len(layout.groups), blocks, config.vocab_size, LENGTH, 4, dtype)
-            rows = DeviceRows(self.sizes, device)
-            program = StepProgram(model, layout, cache, rows, ring)
+            rows = DeviceRows(self.sizes, device, processed_logprobs=deterministic)
+            program = StepProgram(model, layout, cache, rows, ring, deterministic=deterministic)
         self.executor = CudaExecutor(space, program, rows, ring, cache)  # type: ignore[arg-type]
 
     def launch(self, plan: StepPlan) -> None:
@@ -115,15 +115,20 @@ def step(join: RowJoin | None, chunk: list[int], decoding: int) -> StepPlan:
 if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
 
     @pytest.mark.full
-    @pytest.mark.parametrize("model", ["llama", "qwen3", "windows"])
-    def test_no_kernel_is_left_for_a_later_step(model: str, tmp_path: Path, compiled: Compiled) -> None:
+    @pytest.mark.parametrize(
+        ("model", "deterministic"), [("llama", False), ("llama", True), ("qwen3", False), ("windows", False)]
+    )
+    def test_no_kernel_is_left_for_a_later_step(
+        model: str, deterministic: bool, tmp_path: Path, compiled: Compiled
+    ) -> None:
         """All compile for a Hopper. Then no request that a first step was not like has another one compiled."""
-        device = Device(write_tiny_model(tmp_path, config={**SMALL, **MODELS[model]}), torch.bfloat16)
+        folder = write_tiny_model(tmp_path, config={**SMALL, **MODELS[model]})
+        device = Device(folder, torch.bfloat16, deterministic=deterministic)
         with compiling(2) as compilation:
             for plan in first_plans(ROWS, TOKENS, LENGTH):
                 device.launch(plan)
-            launch_rare_kernels(device.sizes, processed_logprobs=False)
-        assert {"_vector_kernel", "_plan_kernel", "_draw_wide_kernel", "_rare_filters_kernel"} < set(compiled.names)
+            launch_rare_kernels(device.sizes, processed_logprobs=deterministic)
+        assert {"_rope_cache_kernel", "_plan_kernel", "_draw_wide_kernel", "_rare_filters_kernel"} < set(compiled.names)
         assert len(compilation.kinds) >= len(compiled.names)
         plain = RowSampling(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         rare = replace(
@@ -140,7 +145,13 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
             del compiled.names[:]
             for sampling in (plain, rare, many):
                 history = np.array([5, 6, 7], np.int32)
-                device.launch(step(RowJoin(0, 0, sampling, 3, history), [5, 6, 7], 0))
+                plan = step(RowJoin(0, 0, sampling, 3, history), [5, 6, 7], 0)
+                device.launch(plan)
+                joins = (*plan.joins, RowJoin(2, 1, replace(sampling, choice=1), 3, history))
+                device.launch(replace(plan, joins=joins, forks=(Fork(0, 2),)))
+                if sampling.late:
+                    words = {"masks": np.zeros((1, -(-device.sizes.vocabulary // 32)), np.uint32), "biases": (None,)}
+                    device.launch(replace(step(None, [], 0), late=LateSamples(np.zeros(1, np.int32), 1, **words)))
                 for decoding in (1, 2, 3, 7, 11, 23):
                     device.launch(step(None, [], decoding))
                     device.launch(step(None, [5] * 13, decoding))
