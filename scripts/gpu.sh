@@ -7,6 +7,7 @@
 #   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
 #   profiles              where the time of a step goes, both models
 #   host                  a host that spins or sleeps beside the engine
+#   startup               where the time goes until the first token, with empty caches, both models
 #   settings sampling attention   what single settings and kernels cost
 #
 # Without a stage: all, in this order. What a stage prints goes to FOLDER/STAGE.txt as it comes, its figures to JSON files
@@ -19,7 +20,7 @@ cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,/^set/p' scripts/gpu.sh | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
 folder=$1
 shift
-[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host settings sampling attention
+[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host startup settings sampling attention
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 if [ -z "${PYTHON:-}" ]; then
@@ -73,6 +74,7 @@ run() {
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
     profiles) both gpu --workload single --profile ;;
     host) both host ;;
+    startup) both startup ;;
     settings) both settings ;;
     sampling) "$PYTHON" -m benchmarks.sampling --output "$folder/sampling.json" ;;
     attention) "$PYTHON" -m benchmarks.attention --only default ;;
@@ -83,7 +85,7 @@ seconds() {
     case $1 in
     goals-8b | profiles | host | attention) echo 300 ;;
     tests | settings) echo 480 ;;
-    goals-qwen | http | limits | sampling) echo 240 ;;
+    goals-qwen | http | limits | sampling | startup) echo 240 ;;
     *) return 1 ;;
     esac
 }
