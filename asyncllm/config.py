@@ -18,6 +18,16 @@ KVCacheDType = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw", "processed"]
 Isolation = Literal["thread", "process"]
 
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "mixed_chunk_tokens",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory",
+    "threads",
+)
 MAX_ROWS = 65_536
 """The most rows of a step: each takes memory whether it is used or not."""
 
@@ -44,6 +54,8 @@ class EngineConfig:
     """Requests that run at once: rows of a step."""
     max_batched_tokens: int | None = None
     """Positions that one step computes."""
+    mixed_chunk_tokens: int | None = None
+    """Prompt tokens that a step computes beside running requests where a prompt comes alone; of a burst more."""
     block_size: int | None = None
     """Tokens in a block of the KV cache: a power of two, 8 to 256."""
     num_blocks: int | None = None
@@ -89,9 +101,8 @@ class EngineConfig:
             self.device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]+", self.device)
         ):
             raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}')
-        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "num_blocks", "kv_cache_memory", "threads"):
+        for name in _COUNTS:
             _positive(name, getattr(self, name))
-        _positive("block_size", self.block_size)
         if self.block_size is not None and self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(f"block_size must be a power of two from 8 to 256, got {self.block_size!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:

@@ -263,9 +263,6 @@ class SamplingParams:
             object.__setattr__(self, "structured_output", structured)
         if not isinstance(structured, StructuredOutput):
             raise InvalidParamsError(f"structured_output must be a StructuredOutput, got {structured!r:.80}")
-        for name in ("allowed_token_ids", "bad_words"):
-            if getattr(self, name):
-                raise InvalidParamsError(f"{name} with structured_output: together they may leave nothing legal")
 
     def _check_bans(self) -> None:
         """What can be seen to leave nothing legal without knowing the vocabulary."""

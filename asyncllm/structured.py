@@ -31,7 +31,7 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """Exactly one of these. Frozen, and equal to another of the same content; what cannot be raises
+    """Exactly one of the first six. Frozen, and equal to another of the same content; what cannot be raises
     `InvalidParamsError` here, or `GrammarError` when the request is submitted.
 
     The output ends by `stop` only where it is complete. JSON is written with at most one space after a comma or a
@@ -51,6 +51,10 @@ class StructuredOutput:
     structural_tag: Mapping[str, Any] | str | None = None
     """Free text in which structures may stand: `{"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers":
     [...]}`. Once a trigger is written, one of the structures that begin with it must follow."""
+    after_reasoning: bool | str = False
+    """A model that reasons may do so first, and the form is that of what follows. True: between the tags that its chat
+    template knows; or the name of a reasoning format. Where there is none, and where the prompt has ended the
+    reasoning, the form begins at once."""
     model: Any = field(default=None, compare=False)
     """The Pydantic model, or any type that Pydantic knows, that the output is validated to; see `from_model`."""
 
@@ -61,6 +65,10 @@ class StructuredOutput:
                 f"structured_output takes exactly one of {', '.join(_KINDS)}; got {', '.join(given) or 'none'}"
             )
         kind = given[0]
+        if not isinstance(self.after_reasoning, bool | str):
+            raise InvalidParamsError(
+                f"structured_output.after_reasoning must be True, False or a name, got {self.after_reasoning!r:.80}"
+            )
         if kind == "json_schema" and hasattr(self.json_schema, "model_json_schema"):
             object.__setattr__(self, "model", self.json_schema)
             object.__setattr__(self, "json_schema", _model_schema(self.json_schema))
@@ -78,12 +86,12 @@ class StructuredOutput:
             raise InvalidParamsError("structured_output.model goes with json_schema only")
 
     @classmethod
-    def from_model(cls, model: Any) -> StructuredOutput:
+    def from_model(cls, model: Any, *, after_reasoning: bool | str = False) -> StructuredOutput:
         """The schema of a Pydantic model, or of any type that Pydantic knows; the completion's `parsed` is one.
 
         Where the model says nothing of further properties, there are none.
         """
-        return cls(json_schema=_model_schema(model), model=model)
+        return cls(json_schema=_model_schema(model), model=model, after_reasoning=after_reasoning)
 
     @property
     def kind(self) -> Kind:

@@ -227,7 +227,7 @@ def measure(name: str, bench: Bench, tried: list[Variant]) -> bool:
     right = True
     alone = seconds_of([partial(bench.rope, cache) for cache in bench.caches])
     exact = bench.exact()
-    print(f"\n{name}: limit {bench.bytes / LIMIT * 1e6:.1f} µs, rope alone {alone * 1e6:.1f} µs")
+    print(f"\n{name}: limit {bench.bytes / LIMIT * 1e6:.1f} µs, rope alone {alone * 1e6:.1f} µs", flush=True)
     for variant in tried:
         plan = bench.plan(variant)
         try:

@@ -31,13 +31,13 @@ from typing import Any
 import uvicorn
 from aiohttp import web
 
-from asyncllm import AsyncEngine, TokenStream
+from asyncllm import AsyncEngine
 from asyncllm.api import create_aiohttp_app, create_asgi_app
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.config import EngineConfig
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
-from asyncllm.results import TokenDelta
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
 from benchmarks.engine_cost import Rounds, model
 
@@ -48,25 +48,15 @@ SHELLS = ("aiohttp", "uvicorn")
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
-class PacedEngine(AsyncEngine):
-    """Its streams tell when they have written what they had."""
+def pace(rounds: Rounds) -> None:
+    """Have each stream tell when it has written what it had: it asks for more then."""
+    ask = TokenEvents._ask
 
-    def pace(self, rounds: Rounds) -> None:
-        self.rounds = rounds
+    def tell_and_ask(events: TokenEvents) -> None:
+        rounds.arrive()
+        ask(events)
 
-    def stream(self, *args: Any, **options: Any) -> TokenStream:
-        stream = super().stream(*args, **options)
-        stream.__class__ = PacedStream
-        stream.rounds = self.rounds  # type: ignore[attr-defined]
-        return stream
-
-
-class PacedStream(TokenStream):
-    rounds: Rounds
-
-    async def __anext__(self) -> TokenDelta:
-        self.rounds.arrive()
-        return await super().__anext__()
+    TokenEvents._ask = tell_and_ask  # type: ignore[method-assign, assignment]
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:
@@ -151,8 +141,8 @@ async def serve(shell: str, streams: int, tokens: int) -> None:
         write_byte_tokenizer(Path(folder), chat_template=CHAT_TEMPLATE)
         tokenizer = Tokenizer.load(TokenizerData(folder=Path(folder)))
     rounds = Rounds(streams)
-    engine = PacedEngine(chat_model(model(rounds, tokens, tokenizer)))
-    engine.pace(rounds)
+    engine = AsyncEngine(chat_model(model(rounds, tokens, tokenizer)))
+    pace(rounds)
     bare = BareRounds(streams)
     async with engine:
         apps: Mapping[str, Any]

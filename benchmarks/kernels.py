@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from asyncllm.kernels import (
     sampling,
 )
 from asyncllm.kernels import skinny_linear as linear
+from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -315,7 +316,7 @@ def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, i
 
     numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros_like(numbers)
-    settings = sampling.RowSettings(
+    settings = RowSettings(
         temperature=fill(setting[0], torch.float32),
         top_k=fill(setting[1], torch.int32),
         top_p=fill(setting[2], torch.float32),
@@ -328,18 +329,15 @@ def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, i
     )
     workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
     token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
-    count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+    where = LogitRows(numbers, numbers, torch.tensor([rows], dtype=torch.int32, device=DEVICE), vocabulary)
     filters = setting[1] > 0 or setting[2] < 1.0 or setting[3] > 0.0
 
     def launch(logits: torch.Tensor) -> None:
         sampling.sample(
             logits,
+            where,
             settings,
             workspace,
-            rows=numbers,
-            positions=numbers,
-            num_rows=count,
-            vocabulary=vocabulary,
             token_ids=token_ids,
             row_token_ids=row_token_ids,
             filters=filters,
@@ -347,9 +345,7 @@ def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, i
 
     launch(logits[0])
     few = min(rows, 8)
-    expected = sampling.sample_reference(
-        logits[0], settings, rows=numbers, positions=numbers, num_rows=torch.tensor([few]), vocabulary=vocabulary
-    )
+    expected = sampling.sample_reference(logits[0], replace(where, num_rows=torch.tensor([few])), settings)
     wrong = int((expected != token_ids[:few]).sum())
     if wrong:
         print(f"sampling {name}: {wrong} of {few} tokens differ from the reference")

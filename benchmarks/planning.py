@@ -93,6 +93,7 @@ def config(block_size: int, num_blocks: int, max_batched_tokens: int) -> Schedul
     return SchedulerConfig(
         max_num_seqs=ROWS,
         max_batched_tokens=max_batched_tokens,
+        mixed_chunk_tokens=2 * ROWS,
         block_size=block_size,
         num_blocks=num_blocks,
         groups=(CacheGroup(),),

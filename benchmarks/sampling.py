@@ -3,7 +3,7 @@
     python -m benchmarks.sampling [--rows 256] [--vocabulary 151936] [--sweep] [--output FILE]
 
 Times are of launches replayed from a CUDA graph, over copies of the logits that no cache holds. `--sweep` tries other
-sizes of tiles and programs than those that the kernels are set to.
+sizes of programs than those that the kernels are set to.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from asyncllm.kernels import sampling
+from asyncllm.kernels import logit_tiles, sampling, wide_rows
+from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 from benchmarks.kernels import DEVICE, seconds_of
 
 
@@ -44,19 +46,21 @@ SETTINGS = {
     "top-k 20, top-p 0.95, min-p 0.05": Setting(0.6, 20, 0.95, 0.05),
     "top-k 1000, top-p 0.9": Setting(1.0, 1000, 0.9),
     "top-p 0.9": Setting(1.0, 0, 0.9),
+    "top-p 0.99": Setting(1.0, 0, 0.99),
+    "top-k 40000": Setting(1.0, 40_000),
     "min-p 0.1": Setting(1.0, 0, 1.0, 0.1),
 }
 # How wide the logits spread: as a language model's that knows what comes, and as one's that does not.
 SPREADS = {"peaked": 4.0, "flat": 1.0}
 
 
-def make_settings(setting: Setting, rows: int) -> sampling.RowSettings:
+def make_settings(setting: Setting, rows: int) -> RowSettings:
     def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=DEVICE)
 
     numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     zeros = torch.zeros_like(numbers)
-    return sampling.RowSettings(
+    return RowSettings(
         temperature=fill(setting.temperature, torch.float32),
         top_k=fill(setting.top_k, torch.int32),
         top_p=fill(setting.top_p, torch.float32),
@@ -69,23 +73,25 @@ def make_settings(setting: Setting, rows: int) -> sampling.RowSettings:
     )
 
 
+def rows_of(rows: int, count: int, vocabulary: int) -> LogitRows:
+    """Of so many, the first ones."""
+    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    return LogitRows(numbers, numbers, torch.tensor([count], dtype=torch.int32, device=DEVICE), vocabulary)
+
+
 def launcher(setting: Setting, rows: int, vocabulary: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Samples from logits [rows, vocabulary]."""
     settings = make_settings(setting, rows)
     workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
-    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
-    token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
+    where = rows_of(rows, rows, vocabulary)
+    token_ids, row_token_ids = torch.empty_like(where.rows), torch.empty_like(where.rows)
 
     def launch(logits: torch.Tensor) -> torch.Tensor:
         sampling.sample(
             logits,
+            where,
             settings,
             workspace,
-            rows=numbers,
-            positions=numbers,
-            num_rows=count,
-            vocabulary=vocabulary,
             token_ids=token_ids,
             row_token_ids=row_token_ids,
             filters=setting.filters,
@@ -120,15 +126,7 @@ def sorting_sampler(setting: Setting) -> Callable[[torch.Tensor], torch.Tensor]:
 def wrong_tokens(setting: Setting, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> int:
     """How many of the first `count` tokens are not the reference's."""
     rows, vocabulary = logits.shape
-    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    expected = sampling.sample_reference(
-        logits,
-        make_settings(setting, rows),
-        rows=numbers,
-        positions=numbers,
-        num_rows=torch.tensor([count]),
-        vocabulary=vocabulary,
-    )
+    expected = sampling.sample_reference(logits, rows_of(rows, count, vocabulary), make_settings(setting, rows))
     return int((expected != token_ids[:count]).sum())
 
 
@@ -137,36 +135,42 @@ def make_logits(rows: int, vocabulary: int, dtype: torch.dtype, spread: float) -
 
 
 @contextmanager
-def constants(**values: int) -> Iterator[None]:
-    """The kernels' sizes, for a while."""
-    before = {name: getattr(sampling, name) for name in values}
+def constants(module: ModuleType, **values: int) -> Iterator[None]:
+    """The module's sizes, for a while."""
+    before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
-            setattr(sampling, name, value)
+            setattr(module, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(sampling, name, value)
+            setattr(module, name, value)
 
 
 def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
     """Print the time of each choice of sizes."""
+
+    def time(name: str, setting: str, logits: list[torch.Tensor]) -> None:
+        launch = launcher(SETTINGS[setting], rows, vocabulary)
+        seconds = seconds_of([partial(launch, x) for x in logits])
+        print(f"{name}: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x", flush=True)
+
+    flat = make_logits(rows, vocabulary, torch.bfloat16, 1.0)
+    programs = ((16, 8, 128), (32, 16, 128), (32, 16, 64), (16, 8, 255), (8, 8, 128), (8, 4, 255))
+    for at_once, warps, registers in programs:
+        for sample in (4096, 8192):
+            with constants(wide_rows, _AT_ONCE=at_once, _WARPS=warps, _REGISTERS=registers, _SAMPLE=sample):
+                name = f"wide rows, {at_once} tiles, {warps} warps, {registers} registers, a sample of {sample}"
+                time(name, "top-p 0.9", flat)
     for dtype in (torch.float32, torch.bfloat16):
         logits = make_logits(rows, vocabulary, dtype, 4.0)
-        for tile, tiles, warps in product((256, 512, 1024), (2, 4, 8, 16), (4, 8)):
-            if not 1024 <= tile * tiles <= 8192:
-                continue
-            with constants(_TILE=tile, _TILES_AT_ONCE=tiles, _TILES_WARPS=warps):
-                launch = launcher(SETTINGS["temperature"], rows, vocabulary)
-                seconds = seconds_of([partial(launch, x) for x in logits])
-            print(f"tiles {dtype} {tile} x {tiles}, {warps} warps: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x")
+        for tiles, warps in product((4, 8, 16), (4, 8)):
+            with constants(logit_tiles, _AT_ONCE=tiles, _WARPS=warps):
+                time(f"tiles of {dtype}, {tiles} at once, {warps} warps", "temperature", logits)
     logits = make_logits(rows, vocabulary, torch.bfloat16, 4.0)
-    for tile, listed, warps, registers in product((256, 512), (4, 8, 16), (4, 8), (96, 128, 255)):
-        with constants(_TILE=tile, _LISTED_AT_ONCE=listed, _DRAW_WARPS=warps, _DRAW_REGISTERS=registers):
-            launch = launcher(SETTINGS["top-k 50, top-p 0.9"], rows, vocabulary)
-            seconds = seconds_of([partial(launch, x) for x in logits])
-        name = f"draw {tile} x {listed}, {warps} warps, {registers} registers"
-        print(f"{name}: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x", flush=True)
+    for listed, warps, registers in product((4, 8, 16), (4, 8), (96, 168, 255)):
+        with constants(sampling, _LISTED_AT_ONCE=listed, _DRAW_WARPS=warps, _DRAW_REGISTERS=registers):
+            time(f"draw, {listed} at once, {warps} warps, {registers} registers", "top-k 50, top-p 0.9", logits)
 
 
 def main() -> None:
@@ -186,6 +190,8 @@ def main() -> None:
     reading = min(reading, least)
     print("sampling | logits | µs | x reading | sorting µs | wrong tokens of 8")
     table = []
+    facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
+    facts["device"] = torch.cuda.get_device_name()
     for (name, setting), (kind, spread) in product(SETTINGS.items(), SPREADS.items()):
         for dtype in (torch.float32, torch.bfloat16):
             logits = make_logits(rows, vocabulary, dtype, spread)
@@ -199,10 +205,8 @@ def main() -> None:
             label = f"{kind} {str(dtype).removeprefix('torch.')}"
             print(f"{name} | {label} | {mine * 1e6:.1f} | {mine / reading:.2f} | {other} | {wrong}", flush=True)
             table.append({"sampling": name, "logits": label, "seconds": mine, "sorting_seconds": sort, "wrong": wrong})
-    if options.output:
-        facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
-        facts["device"] = torch.cuda.get_device_name()
-        options.output.write_text(json.dumps({**facts, "table": table}, indent=1) + "\n", encoding="utf-8")
+            if options.output:  # after each row: a run that is cut short loses nothing
+                options.output.write_text(json.dumps({**facts, "table": table}, indent=1) + "\n", encoding="utf-8")
     if options.sweep:
         sweep(rows, vocabulary, reading=reading)
 

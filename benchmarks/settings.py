@@ -11,6 +11,8 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,17 +42,36 @@ WORKLOADS = {
 }
 
 
-async def measure(folder: Path, changes: dict[str, Any], workloads: list[Workload]) -> list[Figures]:
+async def measure(folder: Path, changes: dict[str, Any], workloads: list[Workload]) -> AsyncGenerator[Figures]:
     """A pass of each workload."""
     vocab_size = read_model_config(resolve_source(str(folder), SETTINGS).config).vocab_size
-    figures = []
     async with AsyncEngine(folder, config=SETTINGS.override(**changes)) as engine:
         await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
         for seed, workload in enumerate(workloads):
             measurement = await measure_engine(engine, workload, make_requests(workload, vocab_size, seed=seed))
-            figures.append(Figures.of(measurement))
             print(" | ".join(table_row(measurement)), flush=True)
-    return figures
+            yield Figures.of(measurement)
+
+
+async def measure_all(folder: Path, names: Sequence[str], workloads: list[Workload], path: Path) -> None:
+    """Write the file anew after each workload: a run that is cut short loses nothing."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    report = {
+        "command": " ".join(["python -m benchmarks.settings", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "settings": found,
+    }
+    for name in names:
+        print(f"\n{name}\n{' | '.join(COLUMNS)}", flush=True)
+        found[name] = []
+        async with aclosing(measure(folder, CHANGES[name], workloads)) as measured:
+            async for figures in measured:
+                found[name].append(asdict(figures))
+                write(path, report)
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def main() -> int:
@@ -62,19 +83,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     workloads = [WORKLOADS[name] for name in chosen.workload or WORKLOADS]
-    found = {}
-    for name, changes in CHANGES.items():
-        if name == "default" or not chosen.only or name in chosen.only:
-            print(f"\n{name}\n{' | '.join(COLUMNS)}")
-            figures = asyncio.run(measure(ROOT / "models" / chosen.model, changes, workloads))
-            found[name] = [asdict(each) for each in figures]
-    report = {
-        "command": " ".join(["python -m benchmarks.settings", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(),
-        "settings": found,
-    }
+    names = [name for name in CHANGES if name == "default" or not chosen.only or name in chosen.only]
     path = chosen.output or ROOT / "results" / f"settings-{chosen.model}.json"
-    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    asyncio.run(measure_all(ROOT / "models" / chosen.model, names, workloads, path))
     return 0
 
 

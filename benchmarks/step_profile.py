@@ -25,13 +25,14 @@ _ROLES = {
     "_gated_kernel": "activation",
     "_step_layout_kernel": "step layout",
     "_plan_kernel": "attention plan",
-    "_tiles_kernel": "attention plan",
+    "_prefix_kernel": "attention plan",
     "_token_output_kernel": "sampling",
     "_row_join_kernel": "row joins",
     "Memset": "counters",
     "fill": "counters",
+    "_sum_tiles_kernel": "sampling",
     "_draw_kernel": "sampling",
-    "_threshold_kernel": "sampling",
+    "_draw_wide_kernel": "sampling",
 }
 _LAYER = ("attention output", "gate and up", "down", "qkv")  # the order of a layer's products, from its attention on
 

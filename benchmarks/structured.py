@@ -34,12 +34,13 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncllm import AsyncEngine, EngineConfig, SamplingParams, StructuredOutput
 from asyncllm.cli import find_smollm2
 from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.model import ModelLoader, ServedModel
-from asyncllm.engine.plan import CacheGroup, LateTokens, Mask, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, LateTokens, StepPlan, StepResult
 from asyncllm.errors import GrammarError
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.outputs.grammar import GrammarCompiler, GrammarConstraint, GrammarVocabulary
@@ -304,18 +305,20 @@ class TimedRunner:
             return StepTicket(result)
         late: asyncio.Future[LateTokens] = self._loop.create_future()
         assert plan.late.masks is not None
-        picked = np.array([self._pick(mask) for mask in plan.late.masks], np.int32)
+        picked = self._pick(plan.late.masks)
         self._loop.call_at(begins + 1e-6, late.set_result, LateTokens(plan.step, picked))
         return StepTicket(result, late)
 
-    def _pick(self, mask: Mask) -> int:
-        """Some legal token, cheaply: a device does this on its own time."""
-        start = self._rng.randrange(len(mask))
-        word = start + int((mask[start:] != 0).argmax())
-        if not mask[word]:
-            word = int((mask != 0).argmax())
-        bits = int(mask[word])
-        return 32 * word + (bits & -bits).bit_length() - 1
+    def _pick(self, masks: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Some legal token of each row, cheaply: a device does this on its own time."""
+        start, rows = self._rng.randrange(masks.shape[1]), np.arange(len(masks))
+        later = masks[:, start:] != 0
+        words = start + later.argmax(axis=1)
+        none = np.flatnonzero(~later[rows, words - start])
+        words[none] = (masks[none] != 0).argmax(axis=1)
+        bits = masks[rows, words].astype(np.int64)
+        token_ids: NDArray[np.int32] = (32 * words + np.log2(bits & -bits).astype(np.int64)).astype(np.int32)
+        return token_ids
 
     async def aclose(self) -> None:
         pass

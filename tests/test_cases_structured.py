@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from pydantic import BaseModel, ValidationError, field_validator
 
 from asyncllm import AsyncEngine, Completion, SamplingParams, StructuredOutput
+from asyncllm.api import create_asgi_app
 from asyncllm.errors import ConfigError, GrammarError, InvalidParamsError
 from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
 from asyncllm.outputs import grammar
 from asyncllm.testing.tiny_models import write_piece_model, write_tiny_model
+from tests.api.asgi_client import post
 from tests.outputs.grammars import check_valid
 from tests.outputs.test_json_schema import NODE, TREE
 
@@ -93,6 +96,32 @@ async def test_g29_required_is_not_dropped(pieces: list[str], text: str, tmp_pat
         params = SamplingParams(temperature=0, max_tokens=20, structured_output=form)
         completion = await engine.generate(model.prompt, params)
     assert (completion.text, completion.finish_reason) == (text, "stop")
+
+
+async def test_a_form_beside_allowed_ids_and_bad_words(random_model: Path) -> None:
+    """What may come is what all of them leave; where that is nothing, the output ends if it may, else with an error."""
+    tokenizer = Tokenizer.load(TokenizerData(folder=random_model))
+
+    def ids(text: str) -> list[int]:
+        return [i for letter in text for i in tokenizer.encode(letter, add_special_tokens=False)]
+
+    word = StructuredOutput(regex="[a-z]{3}")
+    async with AsyncEngine(str(random_model), **SMALL) as engine:
+        for completion in await draw(engine, word, 8, allowed_token_ids=ids("abc1"), bad_words=["ab"]):
+            assert completion.finish_reason == "stop"
+            assert re.fullmatch("[abc]{3}", completion.text)
+            assert "ab" not in completion.text
+        for completion in await draw(engine, StructuredOutput(regex="a[bc]?"), 3, allowed_token_ids=ids("a")):
+            assert (completion.text, completion.finish_reason) == ("a", "stop")
+        wrong = "structured_output with allowed_token_ids or bad_words"
+        stream = engine.stream(PROMPT, SamplingParams(structured_output=word, allowed_token_ids=ids("123")))
+        with pytest.raises(InvalidParamsError, match=wrong):
+            await stream.start()
+        choice = StructuredOutput(choice=["xa", "xb"])
+        with pytest.raises(InvalidParamsError, match=wrong):
+            await draw(engine, choice, 1, bad_words=["a", "b"])
+        for completion in await draw(engine, choice, 3, bad_words=["b"]):
+            assert completion.text == "xa"
 
 
 async def test_g30_recursive_schemas(random_model: Path) -> None:
@@ -235,3 +264,41 @@ async def test_choices_share_a_grammar_and_go_their_own_ways(random_model: Path)
         choices = (await engine.generate(PROMPT, params)).choices
         assert all(choice.parsed == choice.text and choice.text in ("left", "right", "up") for choice in choices)
         assert len({choice.text for choice in choices}) > 1
+
+
+THOUGHT = ["go", "<think>", "Hm", "</think>", '{"a":', "1", "}"]
+NUMBERED = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+async def test_a_form_that_begins_after_the_reasoning(budget: int | None, tmp_path: Path) -> None:
+    """A model that thinks first is let; with the form alone it cannot. The API lets it where it knows of the format."""
+    template = "{{ messages[-1].content }}{# <think> </think> #}"
+    model = write_piece_model(tmp_path, THOUGHT, chat_template=template)
+    form = StructuredOutput(json_schema=NUMBERED, after_reasoning=True)
+    async with AsyncEngine(str(tmp_path), **SMALL) as engine:
+        params = SamplingParams(temperature=0, max_tokens=20, structured_output=form, thinking_token_budget=budget)
+        completion = await engine.generate(model.prompt, params)
+        assert (completion.text, completion.finish_reason) == ('<think>Hm</think>{"a":1}', "stop")
+        assert completion.parsed == {"a": 1}
+        begun = await engine.generate("go<think>Hm</think>", params)
+        assert (begun.text, begun.parsed) == ('{"a":1}', {"a": 1})
+        with pytest.raises(InvalidParamsError, match="reasoning format"):
+            await engine.generate("go", StructuredOutput(json_schema=NUMBERED, after_reasoning="none such"))
+        bare = await engine.generate(
+            model.prompt,
+            replace(params, structured_output=replace(form, after_reasoning=False), thinking_token_budget=None),
+        )
+        assert "<think>" not in bare.text
+        body = {
+            "messages": [{"role": "user", "content": "go"}],
+            "temperature": 0,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": NUMBERED}},
+        }
+        message = (await post(create_asgi_app(engine), "/v1/chat/completions", body)).json["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm", '{"a":1}')

@@ -130,12 +130,6 @@ def test_outputs_are_parsed_by_their_kind() -> None:
         StructuredOutput(json_schema={}).parse("[" * 200_000)
 
 
-@pytest.mark.parametrize("other", [{"allowed_token_ids": [1]}, {"bad_words": ["a"]}])
-def test_contradictory_constraints_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParamsError, match=f"{next(iter(other))} with structured_output"):
-        SamplingParams(structured_output=StructuredOutput(regex="a"), **other)
-
-
 def test_params_take_nothing_else() -> None:
     with pytest.raises(InvalidParamsError, match="StructuredOutput"):
         SamplingParams(structured_output={"type": "object"})  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service import Service
 from asyncllm.api.settings import ApiSettings
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import AsyncEngine
 
 SERVICE = web.AppKey("asyncllm_service", Service)
@@ -125,7 +126,10 @@ async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
         return whole
     response = web.StreamResponse(status=reply.status, headers={**reply.headers, "content-type": reply.content_type})
     await response.prepare(request)
-    async for event in reply.events:
-        await response.write(event)
+    if isinstance(reply.events, TokenEvents):
+        await reply.events.pour(response.write)  # which needs no task, unless the client reads slowly
+    else:
+        async for event in reply.events:
+            await response.write(event)
     await response.write_eof()
     return response

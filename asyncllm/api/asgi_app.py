@@ -6,19 +6,20 @@ Nothing but the service's own parts is here: read the head and the body, send th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service import Service
 from asyncllm.api.settings import ApiSettings
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import AsyncEngine
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
 
 
 def create_asgi_app(
@@ -101,9 +102,18 @@ async def _send(reply: Reply, head: Head, send: Send) -> None:
         body = b"" if head.method == "HEAD" else reply.body
         await send({"type": "http.response.body", "body": body})
         return
-    async for event in reply.events:
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    if isinstance(reply.events, TokenEvents) and _needs_no_task(send):
+        await reply.events.pour(lambda event: send({"type": "http.response.body", "body": event, "more_body": True}))
+    else:
+        async for event in reply.events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _needs_no_task(send: Send) -> bool:
+    """Whether it is uvicorn's own, which writes to the transport and waits for nothing but a client that reads slowly.
+    What a framework puts around it may look for its task."""
+    return type(getattr(send, "__self__", None)).__module__.startswith("uvicorn.protocols.http.")
 
 
 def _head(scope: Scope) -> Head:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from asyncllm.api.answers import Answer, Collected, MakeAnswer, collect
@@ -11,13 +10,13 @@ from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, sto
 from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, json_reply
-from asyncllm.api.generation import Generation, failure
+from asyncllm.api.generation import failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
 from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.chat import ChatRequest
 from asyncllm.api.serving import Call, Serving
-from asyncllm.api.sse import DONE
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import Choice, Completion
 
@@ -40,7 +39,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
-    return generation.reply(_events(chunks, generation, job.params.n > 1))
+    return generation.reply(TokenEvents(generation, chunks.render, _fail, n=job.params.n))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -136,18 +135,5 @@ def _chunks(
     )
 
 
-async def _events(chunks: ChatChunks, generation: Generation, several: bool) -> AsyncGenerator[bytes, None]:
-    stream, held = generation.streams[0], ""
-    try:
-        async for delta in stream:
-            text = chunks.render(delta)
-            generation.seen(delta)
-            if delta.usage is not None:
-                text += chunks.usage(delta.usage) + DONE
-            if several and stream.has_more:
-                held += text  # what came together leaves together
-            elif held or text:
-                yield (held + text).encode()
-                held = ""
-    except Exception as error:
-        yield (held + error_event(openai_body(failure(error)))).encode()
+def _fail(error: Exception) -> str:
+    return error_event(openai_body(failure(error)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.api.answers import Answer, MakeAnswer, Piece, Reasoning
 from asyncllm.api.logprobs import chat_logprobs
-from asyncllm.api.sse import compact, data, escape
+from asyncllm.api.sse import DONE, compact, data, escape
 from asyncllm.outputs.tool_calls import ArgumentsDelta, ContentDelta, ToolCallStart
 from asyncllm.results import FinishReason, TokenDelta, Usage
 
@@ -30,6 +30,11 @@ class _Choice:
 
 class ChatChunks:
     """Renders the deltas of one request, in order."""
+
+    __slots__ = (
+        "_choices", "_continuous", "_head", "_include_usage", "_logprobs", "_prompt_token_ids", "_show_reasoning",
+        "_simple", "_starts", "_text_end", "_token_ids", "_usage_field",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # all by keyword
         self,
@@ -59,14 +64,15 @@ class ChatChunks:
         self._show_reasoning = show_reasoning
         self._prompt_token_ids = prompt_token_ids
 
-    def render(self, delta: TokenDelta) -> str:
+    def render(self, delta: TokenDelta, position: int = 0) -> str:
         """All events that follow from a delta; maybe none."""
         start = self._starts[delta.index]
         if start is not None and delta.finish_reason is None:
             return f"{start}{escape(delta.text)}{self._text_end}" if delta.text else ""
-        return self._render(delta)
+        events = self._render(delta)
+        return events if delta.usage is None else events + self._usage(delta.usage) + DONE
 
-    def usage(self, usage: Usage) -> str:
+    def _usage(self, usage: Usage) -> str:
         """The last chunk, where it was asked for."""
         if not self._include_usage:
             return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.api.answers import AnswerFormat, MakeAnswer
@@ -124,8 +124,7 @@ async def chat_job(  # noqa: PLR0913  # all but the first three by keyword
     if chat_template is not None and not settings.request_chat_templates:
         raise InvalidRequest("this server takes no chat templates from requests", param="chat_template")
     tool_format = serving.tool_format if tools.usable else None
-    # What is bound from its first token on has no room for reasoning.
-    reasoning_format = None if structured is not None else serving.reasoning_format
+    reasoning_format = serving.reasoning_format
     options = request_options(request, settings, call.salt)
     options["tools"] = list(tools.tools) if tools.usable else None
     options["chat_template_kwargs"] = dict(template_variables or {})
@@ -133,6 +132,10 @@ async def chat_job(  # noqa: PLR0913  # all but the first three by keyword
     if chat_template is not None:
         options["chat_template"] = chat_template
     continued = _continued(messages[-1]) if continue_final_message else ""
+    if structured is not None:
+        if continued:  # it may be in the middle of anything: the form begins at once
+            reasoning_format = None
+        structured = replace(structured, after_reasoning=reasoning_format or False)
     if tools.usable and tools.forced:
         if structured is not None:
             raise InvalidRequest("an answer cannot be bound to a tool and to a response_format", param="tool_choice")

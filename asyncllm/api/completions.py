@@ -11,15 +11,16 @@ from asyncllm.api.chat_chunks import finish_reason, stop_reason, usage_body
 from asyncllm.api.completion_chunks import CompletionChunks
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import Generation, failure, merged
+from asyncllm.api.generation import Generation, failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from asyncllm.api.parameters import request_options, sampling_params, server_limits, structured_output
 from asyncllm.api.protocol.completions import CompletionRequest
 from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import DONE, data
+from asyncllm.api.token_events import TokenEvents
 from asyncllm.params import SamplingParams
-from asyncllm.results import Completion, Usage
+from asyncllm.results import Completion, TokenDelta, Usage
 
 Prompt = str | list[int]
 
@@ -157,33 +158,31 @@ def _sum(usages: Sequence[Usage]) -> Usage:
     )
 
 
-async def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> AsyncGenerator[bytes, None]:
+def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> TokenEvents:
     body, n, streams = job.body, job.params.n, generation.streams
     options = body.stream_options
-    include_usage = bool(options and options.include_usage)
     chunks = CompletionChunks(
         head=job.head,
         echoes=[echo for echo in echoes for _ in range(n)],
         prompt_token_ids=[stream.prompt_token_ids for stream in streams for _ in range(n)],
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
-        include_usage=include_usage,
+        include_usage=bool(options and options.include_usage),
     )
     usages: list[Usage] = []
-    try:
-        async for batch in merged(streams):
-            text = ""
-            for position, delta in batch:
-                text += chunks.render(position * n + delta.index, delta)
-                generation.seen(delta, position)
-                if delta.usage is not None:
-                    usages.append(delta.usage)
+
+    def render(delta: TokenDelta, position: int) -> str:
+        text = chunks.render(position * n + delta.index, delta)
+        if delta.usage is not None:
+            usages.append(delta.usage)
             if len(usages) == len(streams):
                 text += chunks.usage(_sum(usages)) + DONE
-            if text:
-                yield text.encode()
-    except Exception as error:
-        yield data(openai_body(failure(error))).encode()
+        return text
+
+    def fail(error: Exception) -> str:
+        return data(openai_body(failure(error)))
+
+    return TokenEvents(generation, render, fail, n=n)
 
 
 async def _late_events(job: _Job, choices: list[dict[str, Any]], usage: Usage) -> AsyncGenerator[bytes, None]:

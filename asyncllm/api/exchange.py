@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -21,6 +21,18 @@ class BodyTooLarge(Exception):
 
 class Disconnected(Exception):
     """The client has gone."""
+
+
+class Events(Protocol):
+    """An async iterator of prepared bytes that can be closed: an async generator, say."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    def __anext__(self) -> Awaitable[bytes]: ...
+
+    def aclose(self) -> Awaitable[None]:
+        """Nobody wants more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,7 @@ class Reply:
     body: bytes = b""
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
-    events: AsyncGenerator[bytes, None] | None = None  # in place of a body
+    events: Events | None = None  # in place of a body
     held: AsyncExitStack = field(default_factory=AsyncExitStack)  # what is given back when the reply is over
 
     async def aclose(self) -> None:
@@ -61,7 +73,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def event_reply(events: AsyncGenerator[bytes, None]) -> Reply:
+def event_reply(events: Events) -> Reply:
     """A reply of server-sent events."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else a proxy gathers them
     return Reply(content_type=EVENT_STREAM, headers=headers, events=events)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from asyncllm.api.admission import Ticket
 from asyncllm.api.errors import INTERNAL, ApiError, api_error
-from asyncllm.api.exchange import Reply, event_reply
+from asyncllm.api.exchange import Events, Reply, event_reply
 from asyncllm.api.serving import Serving, all_of
 from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import Completion, FinishReason, TokenDelta
@@ -59,7 +58,7 @@ class Generation:
         for stream in self.streams:
             await stream.aclose()
 
-    def reply(self, events: AsyncGenerator[bytes, None]) -> Reply:
+    def reply(self, events: Events) -> Reply:
         """A reply of events; the generation ends with it."""
         reply = event_reply(events)
         reply.held.push_async_callback(self.abandon)
@@ -95,47 +94,3 @@ def failure(error: Exception) -> ApiError:
     if told is None:
         logger.error("a stream failed", exc_info=error)
     return told or INTERNAL
-
-
-Arrived = list[tuple[int, TokenDelta]]
-"""Deltas, each with its stream's position."""
-
-
-async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[Arrived, None]:
-    """Deltas of several streams, those together that came together. One that fails ends all."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield [(0, delta)]
-        return
-    # Bounded: what a slow reader leaves unread merges in the streams.
-    arrived: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(2 * len(streams))
-
-    async def pump(position: int, stream: TokenStream) -> None:
-        try:
-            async for delta in stream:
-                await arrived.put((position, delta))
-            await arrived.put(None)
-        except Exception as error:
-            await arrived.put(error)
-
-    pumps = [asyncio.create_task(pump(position, stream)) for position, stream in enumerate(streams)]
-    try:
-        ended = 0
-        while ended < len(streams):
-            items = [await arrived.get()]
-            while not arrived.empty():
-                items.append(arrived.get_nowait())
-            batch: Arrived = []
-            for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    ended += 1
-                else:
-                    batch.append(item)
-            if batch:
-                yield batch
-    finally:
-        for each in pumps:
-            each.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncllm.api.answers import Answer
@@ -15,7 +15,8 @@ from asyncllm.api.message_writer import MessageWriter
 from asyncllm.api.protocol.messages import CountRequest, MessageBlock, MessageParam, MessagesRequest
 from asyncllm.api.serving import Call, Serving
 from asyncllm.api.sse import compact, named
-from asyncllm.results import Completion
+from asyncllm.api.token_events import TokenEvents
+from asyncllm.results import Completion, TokenDelta
 from asyncllm.structured import StructuredOutput
 
 
@@ -146,17 +147,15 @@ def _collected(writer: MessageWriter, done: Completion, answer: Answer) -> dict[
     return writer.message
 
 
-async def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
-    stream = generation.streams[0]
-    try:
-        yield writer.begin(len(stream.prompt_token_ids)).encode()
-        async for delta in stream:
-            text = writer.push(answer.push(delta.text))
-            generation.seen(delta)
-            if delta.finish_reason is not None and delta.usage is not None:
-                text += writer.push(answer.flush())
-                text += writer.end(delta.finish_reason, delta.stop_reason, delta.usage)
-            if text:
-                yield text.encode()
-    except Exception as error:
-        yield named("error", anthropic_body(failure(error))).encode()
+def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> TokenEvents:
+    def render(delta: TokenDelta, position: int) -> str:
+        text = writer.push(answer.push(delta.text))
+        if delta.finish_reason is not None and delta.usage is not None:
+            text += writer.push(answer.flush())
+            text += writer.end(delta.finish_reason, delta.stop_reason, delta.usage)
+        return text
+
+    def fail(error: Exception) -> str:
+        return named("error", anthropic_body(failure(error)))
+
+    return TokenEvents(generation, render, fail, first=writer.begin(len(generation.streams[0].prompt_token_ids)))

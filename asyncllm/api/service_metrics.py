@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -43,6 +44,13 @@ class _Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """The same for many values, at a small part of the price."""
+        numbers = np.asarray(values)
+        places = np.bincount(np.searchsorted(self.bounds, numbers), minlength=len(self.counts))
+        self.counts = [count + more for count, more in zip(self.counts, places.tolist(), strict=True)]
+        self.total += float(numbers.sum())
 
     def buckets(self) -> list[tuple[str, float]]:
         """Each bound with how many values were at most that."""
@@ -92,8 +100,7 @@ class ServiceMetrics:
 
     def settle(self) -> None:
         """Count what was only noted down: a token that leaves has no time for it."""
-        for between in self.unsettled:
-            self.between_tokens.observe(between)
+        self.between_tokens.observe_all(self.unsettled)
         self.recent_between.extend(self.unsettled)
         self.unsettled.clear()
 
@@ -181,24 +188,28 @@ class ServiceMetrics:
 class RequestObservation:
     """Watches one choice of a request leave."""
 
-    __slots__ = ("_last", "_metrics", "_started")
+    __slots__ = ("_last", "_metrics", "_started", "_unsettled")
 
     def __init__(self, metrics: ServiceMetrics) -> None:
         self._metrics = metrics
+        self._unsettled = metrics.unsettled
         self._started = clock()
         self._last: float | None = None
 
     def tokens(self, count: int) -> None:
         """So many tokens leave together."""
-        if not count:
-            return
-        now, last, metrics = clock(), self._last, self._metrics
-        self._last = now
+        last, now = self._last, clock()
         if count == 1 and last is not None:  # what nearly all are
-            metrics.unsettled.append(now - last)
-            if len(metrics.unsettled) > RECENT:
-                metrics.settle()
-            return
+            self._last = now
+            self._unsettled.append(now - last)
+            if len(self._unsettled) > RECENT:
+                self._metrics.settle()
+        elif count:
+            self._last = now
+            self._first_or_several(count, last, now)
+
+    def _first_or_several(self, count: int, last: float | None, now: float) -> None:
+        metrics = self._metrics
         if last is None:
             metrics.first_token.observe(now - self._started)
             metrics.recent_first.append(now - self._started)

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from asyncllm.engine.mailbox import Mailbox
 
+WOKEN_AT_ONCE = 512
+"""Mailboxes a callback: who does work when it is told must not hold up the loop."""
+
 
 class Consumers(Protocol):
     """All that listen to one engine."""
@@ -84,14 +87,17 @@ class ConsumerLoop:
 
 
 def _wake(batch: list[Mailbox]) -> None:
-    """On the consumers' loop: wake every task that waits at one of these mailboxes."""
-    for mailbox in batch:
+    """On the consumers' loop: tell everyone who waits at one of these mailboxes."""
+    if len(batch) > WOKEN_AT_ONCE:
+        asyncio.get_running_loop().call_soon(_wake, batch[WOKEN_AT_ONCE:])
+    for mailbox in batch[:WOKEN_AT_ONCE]:
         mailbox.signalled = False  # first, so that what comes from now on is signalled anew
         waiter = mailbox.waiter
         if waiter is not None:
-            mailbox.waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+            if waiter.done():
+                mailbox.waiter = None
         if mailbox.watchers:
             watchers, mailbox.watchers = mailbox.watchers, []
             for watcher in watchers:

@@ -16,7 +16,6 @@ import contextvars
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -26,7 +25,6 @@ from asyncllm.engine.consumers import Consumers, LoopConsumers
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.execution.runner import Embeds
 from asyncllm.engine.guidance import CoreTurns, Guidance
-from asyncllm.engine.guide_work import GuideWork
 from asyncllm.engine.hook_place import HookPlace
 from asyncllm.engine.live_requests import LiveRequests, Request
 from asyncllm.engine.mailbox import Mailbox, Stage
@@ -67,9 +65,8 @@ class Core:
         self._ids = count()
         self._live = LiveRequests(consumers or LoopConsumers())
         self._delivery = Delivery(self._scheduler, self._live, self._fail)
-        work = GuideWork(workers.guides, self._call_for_words)
-        turns = CoreTurns(self._loop, self._run_turn, self._fail, config.hook_timeout)
-        self._guidance = Guidance(self._scheduler, self._live, self._delivery, work, turns)
+        turns = CoreTurns(self._loop, self._context, self._run_turn, self._fail, config.hook_timeout)
+        self._guidance = Guidance(self._scheduler, self._live, self._delivery, workers.guides, turns)
         self._timer: asyncio.TimerHandle | None = None  # for the next deadline
         self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
         self._closing = False
@@ -201,14 +198,10 @@ class Core:
         if tokens is not None:
             self._guidance.take_late(tokens)
 
-    def _call_for_words(self) -> None:
-        """On any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._run_turn, self._guidance.take_words, context=self._context)
-
     def _launch(self) -> None:
-        """Launch what can be launched now; what is put off, then."""
+        """Launch what can be launched now, with the words that are there; what is put off, then."""
         guidance, launches = self._guidance, self._pipeline.launches
+        guidance.take_words()
         for request in self._pipeline.launch(guidance.awaited):
             self._live[request].mailbox.stage = Stage.RUNNING
         if self._pipeline.launches != launches:

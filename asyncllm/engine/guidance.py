@@ -8,14 +8,17 @@ between, it goes through their driver.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from asyncllm.engine.delivery import Delivery
 from asyncllm.engine.guide import Word
-from asyncllm.engine.guide_work import GuideWork
+from asyncllm.engine.guide_work import PATIENCE, GuideWork
 from asyncllm.engine.hook_driver import HookDriver, HookedRequest, HostLogits
 from asyncllm.engine.live_requests import Branch, LiveRequests, Request
 from asyncllm.engine.plan import Adjustment
@@ -33,7 +36,8 @@ class CoreTurns:
     """What guidance needs of the core."""
 
     loop: asyncio.AbstractEventLoop
-    run: Callable[[Callable[[], object]], object]  # does this in a turn
+    context: contextvars.Context  # of what the loop is to call
+    run: Callable[[Callable[[], object]], object]  # does this in a turn, which takes words too
     fail: Callable[[Request, RequestError], object]  # in a turn: ends the request
     hook_timeout: float  # seconds that each call into the host may take
 
@@ -42,13 +46,15 @@ class Guidance:
     """Ends a request whose guide, or host, does not know on."""
 
     def __init__(
-        self, scheduler: Scheduler, live: LiveRequests, delivery: Delivery, work: GuideWork, turns: CoreTurns
+        self, scheduler: Scheduler, live: LiveRequests, delivery: Delivery, guides: Executor, turns: CoreTurns
     ) -> None:
+        """`guides`: the threads that guides are at work on."""
         self._scheduler = scheduler
         self._live = live
         self._delivery = delivery
-        self._work = work
+        self._work = GuideWork(guides, self._call)
         self._turns = turns
+        self._watch: asyncio.TimerHandle | None = None  # as long as guides may be behind
         self._drivers: dict[int, HookDriver] = {}  # of the branches that have not ended
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of all drivers
 
@@ -65,6 +71,7 @@ class Guidance:
         if choice.guide is None:
             return
         self._work.start(branch.id, choice.guide)
+        self._watch_work()
         request = branch.request
         unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
         if choice.hooks is not None and request.place is not None and not unheard:
@@ -105,10 +112,13 @@ class Guidance:
         """Late tokens have come. Who goes on needs the next word while their step runs: so guides are told first."""
         for end in self._delivery.note_ended():
             self._work.forget(end.request)
-        for request, token_id in zip(tokens.requests, tokens.token_ids, strict=True):
-            self._work.tell(request, (token_id,))
-            if self._drivers and request in self._drivers:
-                self._drivers[request].take_tokens((token_id,))
+        words = [(request, (token_id,)) for request, token_id in zip(tokens.requests, tokens.token_ids, strict=True)]
+        self._work.tell(words)
+        self._watch_work()
+        if self._drivers:
+            for request, token_ids in words:
+                if request in self._drivers:
+                    self._drivers[request].take_tokens(token_ids)
         self._delivery.deliver_late(tokens)
 
     def take_logits(self, tokens: StepTokens) -> None:
@@ -118,7 +128,7 @@ class Guidance:
                 self._drivers[kept.request].take_logits(HostLogits(kept.position, kept.values))
 
     def take_words(self) -> None:
-        """The guides have said something."""
+        """Take what the guides have said."""
         for answer in self._work.take():
             branch = self._live[answer.request]
             if branch.mailbox.done:
@@ -130,6 +140,23 @@ class Guidance:
                 self._turns.fail(branch.request, failure)
             else:
                 self._pass_on(branch, answer.word)
+
+    def _call(self) -> None:
+        """The guides have said all that they were asked. On any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._turns.loop.call_soon_threadsafe(self._turns.run, _nothing, context=self._turns.context)
+
+    def _watch_work(self) -> None:
+        if self._watch is None and self._work.behind:
+            self._watch = self._turns.loop.call_later(PATIENCE, self._look_after, context=self._turns.context)
+
+    def _look_after(self) -> None:
+        """Some guide is slow, or there are many: what is there is taken, and others are not held up."""
+        self._watch = None
+        self._work.hurry()
+        self._watch_work()
+        if self._work.answered:
+            self._turns.run(_nothing)
 
     def _pass_on(self, branch: Branch, word: Word) -> None:
         driver = self._drivers.get(branch.id)
@@ -160,3 +187,7 @@ class Guidance:
             return logger.warning("a request has ended, and then: %s", error)
         failure = error if isinstance(error, RequestError) else RequestFailed.caused("a hook failed", error)
         self._turns.run(lambda: self._turns.fail(branch.request, failure))
+
+
+def _nothing() -> None:
+    """A turn for what every turn does."""

@@ -12,8 +12,14 @@ from asyncllm.engine.row_sampling import BadWords
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
-from asyncllm.outputs.reasoning import find_reasoning_format, guess_reasoning_format, opens_in_prompt
-from asyncllm.outputs.repetition import DrySettings
+from asyncllm.outputs.dry import DryHistory, DrySettings
+from asyncllm.outputs.reasoned_form import ReasonedForm
+from asyncllm.outputs.reasoning import (
+    closed_in_prompt,
+    find_reasoning_format,
+    guess_reasoning_format,
+    opens_in_prompt,
+)
 from asyncllm.outputs.thinking_budget import ThinkingBudget
 from asyncllm.params import SamplingParams
 
@@ -27,50 +33,71 @@ class GuideMaker:
     def __init__(self, model: ServedModel, constrain: Constrain) -> None:
         self._model = model
         self._constrain = constrain
+        template = model.chat_template
+        source = None if template is None else template.source
+        self._reasoning_format = None if source is None else guess_reasoning_format(source)
         self._breakers = lru_cache(maxsize=16)(self._find_breakers)
 
     def make(
         self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int], sampling: RowSampling
     ) -> Sequence[Guide | None]:
-        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`."""
+        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`, also where its other
+        parameters leave nothing that a constraint begins with."""
         constraint = self._constraint(params, bad_words, prompt)
         sequences = BadSequences(bad_words.sequences) if bad_words.sequences else None
         dry = self._dry(params)
         if constraint is None and sequences is None and dry is None and not params.has_hooks:
             return [None] * params.n
         jumps = params.logprobs is None and params.logprob_token_ids is None
-        copies = [None if constraint is None else constraint.copy() for _ in range(params.n - 1)]
-        return [
-            Guide(
-                Guidelines(own, sequences, dry, jumps=jumps, tells_tokens=params.has_hooks),
-                prompt=prompt,
-                sampling=sampling,
-                vocab_size=self._model.facts.vocab_size,
+
+        def guide(own: Constraint | None) -> Guide:
+            lines = Guidelines(
+                constraint=own,
+                bad_sequences=sequences,
+                dry=None if dry is None else DryHistory(dry),
+                jumps=jumps,
+                tells_tokens=params.has_hooks,
+                end_ids=self._model.eos_token_ids,
             )
-            for own in (constraint, *copies)
-        ]
+            return Guide(lines, prompt=prompt, sampling=sampling, vocab_size=self._model.facts.vocab_size)
+
+        if constraint is None:
+            return [guide(None) for _ in range(params.n)]
+        if params.allowed_token_ids or params.bad_words:
+            guide(constraint.copy()).advance(())
+        return [guide(constraint), *(guide(constraint.copy()) for _ in range(params.n - 1))]
 
     def _constraint(self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int]) -> Constraint | None:
-        constraint = self._constrain(params)
-        if params.thinking_token_budget is None:
-            return constraint
-        if constraint is not None:
-            raise InvalidParamsError("thinking_token_budget with structured_output: it leaves no place for reasoning")
-        thinking = self._thinking(params.thinking_token_budget, prompt)
-        _check_legal(thinking.end, params, bad_words)
-        return thinking
-
-    def _thinking(self, budget: int, prompt: Sequence[int]) -> ThinkingBudget:
-        tokenizer, template = self._model.tokenizer, self._model.chat_template
-        source = None if template is None else template.source
-        name = None if source is None else guess_reasoning_format(source)
+        form, budget = self._constrain(params), params.thinking_token_budget
+        after = params.structured_output is not None and params.structured_output.after_reasoning
+        name = after if isinstance(after, str) else self._reasoning_format
+        if budget is None and (form is None or not after or form.finished):
+            return form
+        if form is not None and not after:
+            raise InvalidParamsError(
+                "thinking_token_budget with structured_output: it leaves no place for reasoning, but after_reasoning"
+            )
+        tokenizer, size = self._model.tokenizer, self._model.facts.vocab_size
         if tokenizer is None or name is None:
-            raise InvalidParamsError("thinking_token_budget: this model's chat template knows of no reasoning")
+            if budget is not None:
+                raise InvalidParamsError("thinking_token_budget: this model's chat template knows of no reasoning")
+            return form
         format = find_reasoning_format(name)
         start, end = (tokenizer.encode(tag, add_special_tokens=False) for tag in (format.start, format.end))
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
-        begun = opens_in_prompt(name, tail)
-        return ThinkingBudget(start, end, budget, self._model.facts.vocab_size, begun=begun)
+        thinking = ThinkingBudget(start, end, budget, size, begun=opens_in_prompt(name, tail))
+        if budget is not None:
+            _check_legal(thinking.end, params, bad_words)
+        if form is None:
+            return thinking
+        if closed_in_prompt(name, tail):
+            return form
+        if format.special_tokens and params.skip_special_tokens and params.detokenize:
+            raise InvalidParamsError(
+                "structured_output.after_reasoning: this model's tags are special tokens, without which its answer "
+                "cannot be told from its reasoning: skip_special_tokens must be False"
+            )
+        return ReasonedForm(form, thinking, self._model.eos_token_ids, size)
 
     def _dry(self, params: SamplingParams) -> DrySettings | None:
         if params.dry_multiplier == 0:

@@ -1,18 +1,23 @@
 """GuideWork: has the guides of late requests do their work on worker threads, while the device computes.
 
-One thread at a time is at work on one request; a slow one holds up its own request, and one of the threads.
+One thread at a time is at work on one request. One thread does it all as long as guides are quick: threads that hand
+the interpreter lock to one another for every word take twice the time. Where work is left after `PATIENCE`, others join
+it, so that a slow guide holds up its own request and one of the threads.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from asyncllm.engine.guide import Guide, Word
 from asyncllm.engine.workers import THREADS
+
+PATIENCE = 0.001
+"""Seconds after which `hurry` is due, for as long as guides are `behind`: some 50 words take as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +29,12 @@ class Answer:
 
 
 class GuideWork:
-    """Used on the engine's thread. `answered` is called on any thread once there is something to `take`."""
+    """Used on the engine's thread. `answered` is called on any thread once all that was asked is answered; what is
+    answered before that can be taken at any time."""
 
     def __init__(self, executor: Executor, answered: Callable[[], object]) -> None:
         self._executor = executor
-        self._answered = answered
+        self._tell_answered = answered
         self._guides: dict[int, Guide] = {}
         self._awaited: set[int] = set()
         self._answers: deque[Answer] = deque()
@@ -42,6 +48,16 @@ class GuideWork:
         """Whether a word may be there in time for the next plan: a row that has missed one is not waited for again."""
         return bool(self._awaited)
 
+    @property
+    def answered(self) -> bool:
+        """Whether there is something to `take`."""
+        return bool(self._answers)
+
+    @property
+    def behind(self) -> bool:
+        """Whether some guide was not begun with."""
+        return bool(self._tasks)
+
     def let_pass(self) -> None:
         """A plan is made without the rows whose word is still to come."""
         self._awaited.clear()
@@ -49,17 +65,24 @@ class GuideWork:
     def start(self, request: int, guide: Guide) -> None:
         """A late request was queued: ask for its first word."""
         self._guides[request] = guide
-        self.tell(request, ())
+        self.tell(((request, ()),))
 
-    def tell(self, request: int, token_ids: Sequence[int]) -> None:
-        """These tokens have come, and the next word is due. Nothing happens for a request that was forgotten."""
-        guide = self._guides.get(request)
-        if guide is None:
-            return
-        self._awaited.add(request)
+    def tell(self, tokens: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """These tokens of these requests have come, and their next words are due. A forgotten request is left out."""
+        guides = self._guides
+        tasks = [(request, guides[request], token_ids) for request, token_ids in tokens if request in guides]
+        self._awaited.update([request for request, _, _ in tasks])
         with self._lock:
-            self._tasks.append((request, guide, token_ids))
-            if self._threads >= THREADS:
+            self._tasks.extend(tasks)
+            if not tasks or self._threads:
+                return
+            self._threads = 1
+        self._executor.submit(self._work)
+
+    def hurry(self) -> None:
+        """Have one more thread do what was not begun, if there is one."""
+        with self._lock:
+            if not self._tasks or self._threads >= THREADS:
                 return
             self._threads += 1
         self._executor.submit(self._work)
@@ -85,7 +108,7 @@ class GuideWork:
             with self._lock:
                 if not self._tasks:
                     self._threads -= 1
-                    return
+                    break
                 request, guide, token_ids = self._tasks.popleft()
             if request not in self._guides:  # forgotten: a reading from another thread, whose worst is a word in vain
                 continue
@@ -96,6 +119,6 @@ class GuideWork:
             except BaseException as error:  # a panic in Rust is no Exception
                 word = RuntimeError(repr(error))
             self._answers.append(Answer(request, word))
-            if not self._signalled:
-                self._signalled = True
-                self._answered()
+        if self._answers and not self._signalled:
+            self._signalled = True
+            self._tell_answered()

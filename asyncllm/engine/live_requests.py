@@ -19,7 +19,7 @@ from asyncllm.engine.request_text import RequestText, WatchedText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
 from asyncllm.metrics import RequestMetrics, RequestView
-from asyncllm.outputs.repetition import LoopWatch
+from asyncllm.outputs.loop_watch import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 from asyncllm.results import REPETITION, FinishReason, Usage

@@ -56,6 +56,18 @@ class Consumer(Protocol):
     batch: list[Mailbox]  # to look at, once this turn is over
 
 
+class Waiter(Protocol):
+    """Who is told of new tokens, on the stream's loop: a future, or what does its work at once and is told again."""
+
+    def done(self) -> bool:
+        """Whether it is to be told no more."""
+        ...
+
+    def set_result(self, result: None, /) -> object:
+        """Something is there to be read."""
+        ...
+
+
 class ChoiceBox:
     """All that a choice has produced. Written by the engine's thread."""
 
@@ -103,7 +115,7 @@ class Mailbox:
         self.consumer: Consumer | None = None
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
-        self.waiter: asyncio.Future[None] | None = None  # of the one task that waits for the next token
+        self.waiter: Waiter | None = None  # the one that is told of new tokens
         self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
         # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
         self.signalled = False

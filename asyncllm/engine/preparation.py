@@ -33,7 +33,7 @@ from asyncllm.errors import (
 )
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
-from asyncllm.outputs.repetition import LoopWatch
+from asyncllm.outputs.loop_watch import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncllm.outputs.detokenizer import TextStream
-from asyncllm.outputs.repetition import LoopWatch
+from asyncllm.outputs.loop_watch import LoopWatch
 from asyncllm.outputs.stop_matcher import StopMatcher
 
 

@@ -14,10 +14,11 @@ import anyio
 
 from asyncllm.engine import process
 from asyncllm.engine.choice_reader import ChoiceReader
-from asyncllm.engine.mailbox import Ending, Mailbox, Stage
+from asyncllm.engine.mailbox import Ending, Mailbox, Stage, Waiter
 from asyncllm.engine.preparation import Submission
 from asyncllm.errors import EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
+from asyncllm.outputs.reasoning import answers_of
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
 
 Submit = Callable[[Mailbox, Submission, asyncio.AbstractEventLoop], Callable[[], None]]
@@ -34,6 +35,11 @@ class TokenStream:
     Each delta has all that is new of its choice since that one's delta before, so a slow reader gets fewer and longer
     ones. Choices that have something new take turns.
     """
+
+    __slots__ = (
+        "__weakref__", "_choices", "_finalizer", "_hand_over", "_loop", "_mailbox", "_over", "_pid", "_readers",
+        "_structured", "_submission",
+    )  # fmt: skip
 
     def __init__(self, mailbox: Mailbox, submission: Submission, submit: Submit) -> None:
         self._mailbox = mailbox
@@ -63,11 +69,6 @@ class TokenStream:
         ending = self._mailbox.ending
         return None if ending is None else ending.metrics
 
-    @property
-    def has_more(self) -> bool:
-        """Whether the next delta is there already: of another choice, say, whose token came in the same step."""
-        return not self._over and self._is_more_there()
-
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
         self._submit()
@@ -84,54 +85,59 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
+        if self._over:
+            raise StopAsyncIteration
+        if self._loop is None:
+            await self.start()
+        delta: TokenDelta | None = None
+        while delta is None:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            armed = self.arm(waiter)
+            try:
+                if armed:
+                    await waiter
+                else:
+                    self._mailbox.waiter = None
+                    if self._mailbox.ending is None:
+                        await asyncio.sleep(0)  # the loop's turn: a reader slower than the engine never waits
+            except BaseException:
+                self._give_up(waiter)
+                raise
+            delta = self.take()
+        return delta
+
+    def take(self) -> TokenDelta | None:
+        """The next delta of a stream that has started, where it is there already. On the stream's loop.
+
+        Raises what reading on would: the request's error, `StopAsyncIteration` once the stream is over.
+        """
         if len(self._choices) > 1:
-            return await self._next_of_many()
+            return self._take_of_many()
         mailbox, reader = self._mailbox, self._choices[0]
         box = reader.box
-        ids, texts = box.ids, box.texts
-        if self._loop is None and not self._over:
-            await self.start()
-        elif len(ids) > reader.read and mailbox.ending is None:
-            await self._pause()
-        while True:
-            ending = mailbox.ending  # before the ids are counted: it is set after the last of them
-            read, known = reader.read, len(ids)
-            if ending is not None or self._over:
-                return self._last_delta(ending)
-            if known > read:
-                if known == read + 1 and box.scores is None:
-                    reader.read = known
-                    return TokenDelta(texts[read] if texts else "", (ids[read],))
-                return reader.next_delta()
-            if mailbox.failure is not None:
-                return self._last_delta(None)
-            waiter = self._make_waiter()
-            if len(ids) > known or mailbox.done:  # it came before the engine could see the waiter
-                mailbox.waiter = None
-                continue
-            try:
-                await waiter
-            except BaseException:
-                self._give_up(waiter)
-                raise
+        ending = mailbox.ending  # before the ids are counted: it is set after the last of them
+        read, known = reader.read, len(box.ids)
+        if ending is not None or self._over:
+            return self._last_delta(ending)
+        if known == read + 1 and box.scores is None:  # what nearly all are
+            reader.read = known
+            return TokenDelta(box.texts[read] if box.texts else "", (box.ids[read],))
+        if known > read:
+            return reader.next_delta()
+        return None if mailbox.failure is None else self._last_delta(None)
 
-    async def _next_of_many(self) -> TokenDelta:
-        """The same where there are several choices."""
-        if self._loop is None and not self._over:
-            await self.start()
-        elif self._mailbox.ending is None and self._is_more_there():
-            await self._pause()
-        while (delta := self._delta_of_many()) is None:
-            waiter = self._make_waiter()
-            if self._is_more_there():
-                self._mailbox.waiter = None
-                continue
-            try:
-                await waiter
-            except BaseException:
-                self._give_up(waiter)
-                raise
-        return delta
+    def arm(self, waiter: Waiter) -> bool:
+        """Have this one told, on the stream's loop, whenever there is something new to take, until it is done. False
+        where there is something already.
+
+        For who passes tokens on and needs no task for that.
+        """
+        self._check_loop()
+        mailbox = self._mailbox
+        if mailbox.waiter is not None and not mailbox.waiter.done():
+            raise EngineError("another task waits for this stream's next token")
+        mailbox.waiter = waiter
+        return not self._is_more_there()  # after the engine could see the waiter
 
     async def result(self) -> Completion:
         """Everything that the request came to, what was read before included.
@@ -204,31 +210,14 @@ class TokenStream:
         self._finalizer = weakref.finalize(self, abandon)
         self._finalizer.atexit = False
 
-    async def _pause(self) -> None:
-        """Let the loop have its turn: a reader that is slower than the engine never waits otherwise."""
-        try:
-            await asyncio.sleep(0)
-        except BaseException:
-            self._leave()
-            raise
-
-    def _make_waiter(self) -> asyncio.Future[None]:
-        """For the one task that waits for the next token."""
-        if process.pid != self._pid:
-            process.check(self._pid)
-        if self._mailbox.waiter is not None:
-            raise EngineError("another task waits for this stream's next token")
-        waiter = self._mailbox.waiter = self._check_loop().create_future()
-        return waiter
-
     def _give_up(self, waiter: asyncio.Future[None]) -> None:
         """The task that waited was cancelled."""
         if self._mailbox.waiter is waiter:
             self._mailbox.waiter = None
         self._leave()
 
-    def _delta_of_many(self) -> TokenDelta | None:
-        """What can be read now, of the choice whose turn it is; None where that is nothing."""
+    def _take_of_many(self) -> TokenDelta | None:
+        """The same where there are several choices: of the one whose turn it is."""
         ending, readers = self._mailbox.ending, self._readers  # the ending first: it is set last
         if not self._over:
             for _ in range(len(readers)):
@@ -254,9 +243,14 @@ class TokenStream:
         return self._readers[0].last_delta(ending.usage)
 
     def _is_more_there(self) -> bool:
-        """Whether `_delta_of_many` has something to say. The last end is told with the request's, which follows it."""
-        readers = self._readers
-        if self._mailbox.done or any(reader.unread and reader.box.end is None for reader in readers):
+        """Whether `take` has something to say. The last end is told with the request's, which follows it."""
+        mailbox, readers = self._mailbox, self._readers
+        if mailbox.ending is not None or mailbox.failure is not None or self._over:
+            return True
+        if len(self._choices) == 1:
+            reader = self._choices[0]
+            return len(reader.box.ids) > reader.read
+        if any(reader.unread and reader.box.end is None for reader in readers):
             return True
         return len(readers) > 1 and any(reader.box.end is not None for reader in readers)
 
@@ -266,10 +260,14 @@ class TokenStream:
             return choice
         if isinstance(choice.stop_reason, str):
             return choice
-        try:
-            return replace(choice, outcome=self._structured.parse(choice.text))
-        except ValueError as error:
-            return replace(choice, outcome=error)
+        outcome: object = None
+        texts = answers_of(choice.text) if self._structured.after_reasoning else (choice.text,)
+        for text in texts:
+            try:
+                return replace(choice, outcome=self._structured.parse(text))
+            except ValueError as error:
+                outcome = outcome or error
+        return replace(choice, outcome=outcome)
 
     def _prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         mailbox = self._mailbox
@@ -289,6 +287,8 @@ class TokenStream:
 
     def _check_loop(self) -> asyncio.AbstractEventLoop:
         """The running loop, which must be the one that the stream was submitted in."""
+        if process.pid != self._pid:
+            process.check(self._pid)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             raise EngineError("this stream was started in another event loop")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, tl
-from asyncllm.kernels.logit_adjustment import LATE
+from asyncllm.kernels.language import ceil_div, constexpr, jit, tl
+from asyncllm.kernels.sampled_rows import LATE, LogitRows
 
 _BLOCK = 4096
+
+_LATE = constexpr(LATE)
 
 
 @jit
@@ -26,52 +28,36 @@ def _keep_kernel(
     if index >= tl.load(num_rows):
         return
     row = tl.load(rows + index)
-    if (tl.load(duties + row) & 16) == 0:
+    if (tl.load(duties + row) & _LATE) == 0:
         return
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + index.to(tl.int64) * LOGITS_STRIDE + ids, mask=ids < VOCABULARY, other=0.0)
     tl.store(kept + row.to(tl.int64) * KEPT_STRIDE + ids, x, mask=ids < VOCABULARY)
 
 
-def keep_logits(
-    kept: torch.Tensor,
-    logits: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    num_rows: torch.Tensor,
-    duties: torch.Tensor,
-    vocabulary: int,
-) -> None:
-    """Copy those of the first num_rows [1] rows of logits [n, at least vocabulary] that are of late rows to their own
-    rows of kept [rows, at least vocabulary], of the same type. rows [n], duties [rows] int32."""
+def keep_logits(kept: torch.Tensor, logits: torch.Tensor, where: LogitRows, duties: torch.Tensor) -> None:
+    """Copy those of the first num_rows rows of logits [n, at least vocabulary] that are of late rows to their own rows
+    of kept [rows, at least vocabulary], of the same type. duties [rows] int32."""
     if len(logits):
-        _keep_kernel[(len(logits), ceil_div(vocabulary, _BLOCK))](
+        _keep_kernel[(len(logits), ceil_div(where.vocabulary, _BLOCK))](
             kept,
             logits,
-            rows,
-            num_rows,
+            where.rows,
+            where.num_rows,
             duties,
             KEPT_STRIDE=kept.stride(0),
             LOGITS_STRIDE=logits.stride(0),
-            VOCABULARY=vocabulary,
+            VOCABULARY=where.vocabulary,
             BLOCK=_BLOCK,
             num_warps=8,
         )
 
 
-def keep_logits_reference(
-    kept: torch.Tensor,
-    logits: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    num_rows: torch.Tensor,
-    duties: torch.Tensor,
-    vocabulary: int,
-) -> None:
+def keep_logits_reference(kept: torch.Tensor, logits: torch.Tensor, where: LogitRows, duties: torch.Tensor) -> None:
     """`keep_logits` in plain torch."""
-    for i in range(int(num_rows)):
-        if int(duties[rows[i]]) & LATE:
-            kept[rows[i], :vocabulary] = logits[i, :vocabulary]
+    for i in range(int(where.num_rows)):
+        if int(duties[where.rows[i]]) & LATE:
+            kept[where.rows[i], : where.vocabulary] = logits[i, : where.vocabulary]
 
 
 @jit

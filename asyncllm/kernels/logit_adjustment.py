@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, tl
-from asyncllm.kernels.sampling import RowSettings
+from asyncllm.kernels.language import ceil_div, constexpr, jit, tl
+from asyncllm.kernels.sampled_rows import COUNTS, MASKS, LogitRows, RowSettings
 
 FIELDS = (
     "row",
@@ -35,12 +35,15 @@ FIELDS = (
     "unused",
 )
 """Of a record, which is what a row is told when a request takes it; the first twelve are also what the device keeps."""
-ADJUSTS, FILTERS, MASKS, COUNTS, LATE = 1, 2, 4, 8, 16
-"""Duties: any of these has the row's logits spread out. `FILTERS`: see `rare_filters`; `LATE`: see `late_logits`. The
-others say what to look at."""
-
 _BLOCK = 1024
 _SPREAD = 4096
+
+_MASKS, _COUNTS = constexpr(MASKS), constexpr(COUNTS)
+_WORDS = constexpr(len(FIELDS))
+_ROW, _DUTIES, _NUM_BIASES, _NUM_SEEN, _FIRST_BIAS, _FIRST_SEEN, _FIRST_MASK = (
+    constexpr(FIELDS.index(name))
+    for name in ("row", "duties", "num_biases", "num_seen", "first_bias", "first_seen", "first_mask")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +105,20 @@ def _adjustment_join_kernel(
     mask_words: tl.int32,
     BLOCK: tl.constexpr,
 ) -> None:
-    record = records + tl.program_id(0) * 16
-    row = tl.load(record)
-    lines = tl.arange(0, 16)
+    record = records + tl.program_id(0) * _WORDS
+    row = tl.load(record + _ROW)
+    lines = tl.arange(0, _WORDS)
     tl.store(fields + lines * rows + row, tl.load(record + lines))
-    count = tl.load(record + 9)
-    first = tl.load(record + 12)
+    count = tl.load(record + _NUM_BIASES)
+    first = tl.load(record + _FIRST_BIAS)
     _copy(biased + row.to(tl.int64) * most_biases, words, first, count, BLOCK)
     _copy(biases + row.to(tl.int64) * most_biases, words, first + count, count, BLOCK)
-    count = tl.load(record + 10)
-    first = tl.load(record + 13)
+    count = tl.load(record + _NUM_SEEN)
+    first = tl.load(record + _FIRST_SEEN)
     _copy(seen + row.to(tl.int64) * most_seen, words, first, count, BLOCK)
     _copy(seen_counts + row.to(tl.int64) * most_seen, words, first + count, count, BLOCK)
-    if (tl.load(record + 1) & 4) != 0:
-        _copy(masks + row.to(tl.int64) * mask_words, words, tl.load(record + 14), mask_words, BLOCK)
+    if (tl.load(record + _DUTIES) & _MASKS) != 0:
+        _copy(masks + row.to(tl.int64) * mask_words, words, tl.load(record + _FIRST_MASK), mask_words, BLOCK)
 
 
 def join_adjustments(adjustments: RowAdjustments, records: torch.Tensor, words: torch.Tensor) -> None:
@@ -148,13 +151,13 @@ def join_adjustments_reference(adjustments: RowAdjustments, records: torch.Tenso
         ("num_seen", "first_seen", adjustments.seen, adjustments.seen_counts),
     )
     for record in records:
-        row = int(record[0])
+        row = int(record[FIELDS.index("row")])
         adjustments.fields[:, row] = record
         for number, place, ids, values in lists:
             count, first = int(record[FIELDS.index(number)]), int(record[FIELDS.index(place)])
             ids[row, :count] = words[first : first + count]
             values[row, :count] = words[first + count : first + 2 * count]
-        if int(record[1]) & MASKS:
+        if int(record[FIELDS.index("duties")]) & MASKS:
             first = int(record[FIELDS.index("first_mask")])
             adjustments.masks[row] = words[first : first + adjustments.masks.shape[1]]
 
@@ -184,7 +187,7 @@ def _spread_kernel(
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < VOCABULARY
     x = tl.load(logits + index.to(tl.int64) * LOGITS_STRIDE + ids, mask=inside, other=0.0).to(tl.float32)
-    if (duty & 4) != 0:
+    if (duty & _MASKS) != 0:
         word = tl.load(masks + row.to(tl.int64) * MASK_WORDS + ids // 32, mask=inside, other=0)
         x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
     tl.store(adjusted + index.to(tl.int64) * ADJUSTED_STRIDE + ids, x, mask=inside)
@@ -239,7 +242,7 @@ def _scatter_kernel(
         ids = tl.load(biased + places, mask=inside, other=0)
         x = tl.load(target + ids, mask=inside, other=0.0)
         tl.store(target + ids, x + tl.load(biases + places, mask=inside, other=0.0), mask=inside)
-    if (duty & 8) != 0:
+    if (duty & _COUNTS) != 0:
         tl.debug_barrier()
         factor = tl.load(repetition + row)
         for_each = tl.load(frequency + row)
@@ -260,13 +263,10 @@ def _scatter_kernel(
 def adjust_logits(
     adjusted: torch.Tensor,
     logits: torch.Tensor,
+    where: LogitRows,
     settings: RowSettings,
     adjustments: RowAdjustments,
     *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
     skip: int = 0,
 ) -> None:
     """Write the adjusted logits of rows with a duty to adjusted [n, at least vocabulary] float32; the rest as
@@ -275,16 +275,16 @@ def adjust_logits(
     if not count:
         return
     duties = adjustments.integers("duties")
-    _spread_kernel[(count, ceil_div(vocabulary, _SPREAD))](
+    _spread_kernel[(count, ceil_div(where.vocabulary, _SPREAD))](
         adjusted,
         logits,
-        rows,
-        num_rows,
+        where.rows,
+        where.num_rows,
         duties,
         adjustments.masks,
         LOGITS_STRIDE=logits.stride(0),
         ADJUSTED_STRIDE=adjusted.stride(0),
-        VOCABULARY=vocabulary,
+        VOCABULARY=where.vocabulary,
         MASK_WORDS=adjustments.masks.shape[1],
         SKIP=skip,
         BLOCK=_SPREAD,
@@ -292,9 +292,9 @@ def adjust_logits(
     )
     _scatter_kernel[(count,)](
         adjusted,
-        rows,
-        positions,
-        num_rows,
+        where.rows,
+        where.positions,
+        where.num_rows,
         settings.suppress_before,
         settings.num_suppressed,
         settings.suppressed,
@@ -321,26 +321,23 @@ def adjust_logits(
 def adjust_logits_reference(
     adjusted: torch.Tensor,
     logits: torch.Tensor,
+    where: LogitRows,
     settings: RowSettings,
     adjustments: RowAdjustments,
     *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
     skip: int = 0,
 ) -> None:
     """`adjust_logits` in plain torch, row by row."""
-    for i in range(int(num_rows)):
-        row = int(rows[i])
+    for i in range(int(where.num_rows)):
+        row = int(where.rows[i])
         duty = int(adjustments.integers("duties")[row])
         if not duty or duty & skip:
             continue
-        x = logits[i, :vocabulary].float().clone()
+        x = logits[i, : where.vocabulary].float().clone()
         if duty & MASKS:
             bits = (adjustments.masks[row][:, None] >> torch.arange(32, device=x.device)) & 1
-            x[bits.view(-1)[:vocabulary] == 0] = -torch.inf
-        if positions[i] < settings.suppress_before[row]:
+            x[bits.view(-1)[: where.vocabulary] == 0] = -torch.inf
+        if where.positions[i] < settings.suppress_before[row]:
             x[settings.suppressed[row, : settings.num_suppressed[row]].long()] = -torch.inf
         count = int(adjustments.integers("num_biases")[row])
         x[adjustments.biased[row, :count].long()] += adjustments.biases[row, :count]
@@ -352,7 +349,7 @@ def adjust_logits_reference(
             values = torch.where(values > 0, values / factor, values * factor)
             values = values - adjustments.floats("frequency")[row] * times
             x[ids] = values - adjustments.floats("presence")[row] * (times > 0)
-        adjusted[i, :vocabulary] = x
+        adjusted[i, : where.vocabulary] = x
 
 
 @jit
@@ -376,7 +373,7 @@ def _token_count_kernel(
     row = tl.load(rows + index)
     position = tl.load(positions + index)
     duty = tl.load(duties + row)
-    if ((duty & 8) == 0) | ((duty & SKIP) != 0) | (position < tl.load(counted + row)):
+    if ((duty & _COUNTS) == 0) | ((duty & SKIP) != 0) | (position < tl.load(counted + row)):
         return
     token = tl.load(token_ids + index)
     count = tl.load(num_seen + row)
@@ -397,23 +394,15 @@ def _token_count_kernel(
     tl.store(counted + row, position + 1)
 
 
-def count_tokens(
-    adjustments: RowAdjustments,
-    token_ids: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    skip: int = 0,
-) -> None:
-    """The first num_rows [1] rows [n] have token_ids [n] int32 in their output, at these positions [n]. A position that
+def count_tokens(adjustments: RowAdjustments, token_ids: torch.Tensor, where: LogitRows, *, skip: int = 0) -> None:
+    """The first num_rows rows have token_ids [n] int32 in their output, at these positions. A position that
     a row has counted is not counted again. A row is there once at most. Rows with a duty among `skip` are left out."""
     if len(token_ids):
         _token_count_kernel[(len(token_ids),)](
             token_ids,
-            rows,
-            positions,
-            num_rows,
+            where.rows,
+            where.positions,
+            where.num_rows,
             adjustments.integers("duties"),
             adjustments.integers("num_seen"),
             adjustments.integers("counted"),
@@ -427,18 +416,12 @@ def count_tokens(
 
 
 def count_tokens_reference(
-    adjustments: RowAdjustments,
-    token_ids: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    skip: int = 0,
+    adjustments: RowAdjustments, token_ids: torch.Tensor, where: LogitRows, *, skip: int = 0
 ) -> None:
     """`count_tokens` in plain torch."""
     duties, num_seen, counted = (adjustments.integers(name) for name in ("duties", "num_seen", "counted"))
-    for i in range(int(num_rows)):
-        row, token_id, position = int(rows[i]), int(token_ids[i]), int(positions[i])
+    for i in range(int(where.num_rows)):
+        row, token_id, position = int(where.rows[i]), int(token_ids[i]), int(where.positions[i])
         if not int(duties[row]) & COUNTS or int(duties[row]) & skip or position < int(counted[row]):
             continue
         count = int(num_seen[row])

@@ -11,23 +11,16 @@ import math
 
 import torch
 
-from asyncllm.kernels.language import jit, tl
-from asyncllm.kernels.logit_adjustment import FILTERS, RowAdjustments
-from asyncllm.kernels.sampling import RowSettings, philox4x32, uniform_draw
+from asyncllm.kernels.language import constexpr, jit, tl
+from asyncllm.kernels.logit_adjustment import RowAdjustments
+from asyncllm.kernels.logit_tiles import clean
+from asyncllm.kernels.sampled_rows import FILTERS, LogitRows, RowSettings
+from asyncllm.kernels.thresholds import number_of, order_of
+from asyncllm.kernels.uniform_draw import philox4x32, uniform_draw
 
 _BLOCK = 4096
 
-
-@jit
-def _order(x: tl.tensor) -> tl.tensor:
-    """Integers in the order of float32 numbers."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _value(order: tl.tensor) -> tl.tensor:
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+_FILTERS = constexpr(FILTERS)
 
 
 @jit
@@ -82,8 +75,8 @@ def _largest_threshold(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The largest threshold at which the kept tokens whose key reaches it number `need` (or hold so much), if any."""
-    bottom = _order(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
-    top = _order(tl.full([], float("inf"), tl.float32)).to(tl.int64)
+    bottom = order_of(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
+    top = order_of(tl.full([], float("inf"), tl.float32)).to(tl.int64)
     marks_of = tl.arange(0, 4)
     while top - bottom > 1:
         step = (top - bottom + 3) // 4
@@ -97,13 +90,13 @@ def _largest_threshold(
             measure = kept.to(tl.float32)
             if not BY_COUNT:
                 measure = tl.where(kept, tl.exp((x - highest) * factor), 0.0)
-            orders = _order(tl.where(kept, _key(x, highest, factor, middle, TYPICAL), float("-inf")))
+            orders = order_of(tl.where(kept, _key(x, highest, factor, middle, TYPICAL), float("-inf")))
             sums += tl.where(orders[None, :] >= limits[:, None], measure[None, :], 0.0)
         held = tl.sum(sums.to(tl.float64), axis=1)
         passed = tl.sum(((held >= need) & (marks < top)).to(tl.int64), axis=0)
         top = tl.minimum(top, bottom + step * (passed + 1))
         bottom += step * passed
-    return _value(bottom.to(tl.int32))
+    return number_of(bottom.to(tl.int32))
 
 
 @jit
@@ -132,7 +125,7 @@ def _rare_filters_kernel(
         return
     row = tl.load(rows + index)
     heat = tl.load(temperature + row)
-    if ((tl.load(duties + row) & 2) == 0) | (heat <= 0.0):
+    if ((tl.load(duties + row) & _FILTERS) == 0) | (heat <= 0.0):
         return
     source = adjusted + index.to(tl.int64) * ADJUSTED_STRIDE
     factor = 1.0 / heat
@@ -140,8 +133,7 @@ def _rare_filters_kernel(
     count = tl.zeros([], tl.int32)
     for start in range(0, SIZE, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-        x = tl.minimum(tl.where(x == x, x, float("-inf")), 3.4028234663852886e38)  # noqa: PLR0124 # not-a-number
+        x = clean(tl.load(source + ids, mask=ids < SIZE, other=float("-inf")))
         tl.store(source + ids, x, mask=ids < SIZE)
         highest = tl.maximum(highest, tl.max(x, axis=0))
         count += tl.sum((x > float("-inf")).to(tl.int32), axis=0)
@@ -224,58 +216,39 @@ def _rare_filters_kernel(
 
 
 def filter_rare_rows(
-    adjusted: torch.Tensor,
-    settings: RowSettings,
-    adjustments: RowAdjustments,
-    *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
+    adjusted: torch.Tensor, where: LogitRows, settings: RowSettings, adjustments: RowAdjustments
 ) -> None:
     """Filter adjusted [n, at least vocabulary] float32 of the drawn rows whose duty is `FILTERS`; the rest as
     `sample`."""
     if len(adjusted):
         _rare_filters_kernel[(len(adjusted),)](
             adjusted,
-            rows,
-            positions,
-            num_rows,
+            where.rows,
+            where.positions,
+            where.num_rows,
             adjustments.integers("duties"),
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            settings.min_p,
-            settings.seed,
-            settings.choice,
+            *settings.draw_arguments(),
             adjustments.floats("typical_p"),
             adjustments.floats("top_n_sigma"),
             adjustments.floats("xtc_probability"),
             adjustments.floats("xtc_threshold"),
             ADJUSTED_STRIDE=adjusted.stride(0),
-            SIZE=vocabulary,
+            SIZE=where.vocabulary,
             BLOCK=_BLOCK,
             num_warps=16,
         )
 
 
 def filter_rare_rows_reference(
-    adjusted: torch.Tensor,
-    settings: RowSettings,
-    adjustments: RowAdjustments,
-    *,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
+    adjusted: torch.Tensor, where: LogitRows, settings: RowSettings, adjustments: RowAdjustments
 ) -> None:
     """`filter_rare_rows` in plain torch, row by row, in float64."""
-    for i in range(int(num_rows)):
-        row = int(rows[i])
+    for i in range(int(where.num_rows)):
+        row = int(where.rows[i])
         heat = float(settings.temperature[row])
         if not int(adjustments.integers("duties")[row]) & FILTERS or heat == 0.0:
             continue
-        x = adjusted[i, :vocabulary]
+        x = adjusted[i, : where.vocabulary]
         x.nan_to_num_(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
         if not bool((x > -torch.inf).any()):
             continue
@@ -284,12 +257,13 @@ def filter_rare_rows_reference(
         if sigmas > 0.0:
             finite = scaled[scaled > -torch.inf]
             scaled[scaled < scaled.max() - sigmas * finite.std(correction=0)] = -torch.inf
-        if 0 < k < vocabulary:
+        if 0 < k < where.vocabulary:
             scaled[scaled < scaled.sort(descending=True).values[k - 1]] = -torch.inf
         _drop_unlikely(scaled, settings, adjustments, row)
         chance = float(adjustments.floats("xtc_probability")[row])
         if chance > 0.0:
-            words = philox4x32(int(settings.seed[row]) & (2**64 - 1), int(positions[i]), int(settings.choice[row]), 1)
+            seed = int(settings.seed[row]) & (2**64 - 1)
+            words = philox4x32(seed, int(where.positions[i]), int(settings.choice[row]), 1)
             if ((words[0] >> 8) + 0.5) * 2.0**-24 <= chance:
                 chosen = scaled[scaled.softmax(0) >= float(adjustments.floats("xtc_threshold")[row])]
                 if len(chosen):

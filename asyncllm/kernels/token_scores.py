@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.kernels.language import ceil_div, jit, next_power_of_2, tl
+from asyncllm.kernels.sampled_rows import LogitRows
 
 MOST_LIKELY = 20
 """So many at most."""
@@ -182,23 +183,21 @@ def _named_kernel(
 
 def score_most_likely(
     logits: torch.Tensor,
+    where: LogitRows,
     requests: ScoreRequests,
     workspace: ScoreWorkspace,
     ring: ScoreRing,
     *,
     turn: torch.Tensor,
-    rows: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
     temperature: torch.Tensor | None = None,
 ) -> None:
-    """The most likely tokens of each of the first num_rows [1] rows of logits that asks, to the line of turn [1] int32.
+    """The most likely tokens of each of the first num_rows rows of logits that asks, to the line of turn [1] int32.
 
-    logits [n, at least vocabulary] of any float type; rows [n] int32: whose request counts. temperature [rows] float32:
+    logits [n, at least vocabulary] of any float type. temperature [rows] float32:
     score what is drawn from, the logits over it, where it is not 0. Equally likely tokens come by id.
     """
     count = len(logits)
-    tiles = ceil_div(vocabulary, _TILE)
+    tiles = ceil_div(where.vocabulary, _TILE)
     if count:
         _most_likely_kernel[(count,)](
             ring.top_ids,
@@ -207,14 +206,14 @@ def score_most_likely(
             workspace.sums,
             logits,
             turn,
-            rows,
-            num_rows,
+            where.rows,
+            where.num_rows,
             requests.tops,
             workspace.sums if temperature is None else temperature,
             LINE=ring.top_ids.stride(0),
             LOGITS_STRIDE=logits.stride(0),
             PROCESSED=temperature is not None,
-            VOCABULARY=vocabulary,
+            VOCABULARY=where.vocabulary,
             TILES=tiles,
             TILES_PAD=next_power_of_2(tiles),
             TILE=_TILE,
@@ -226,15 +225,13 @@ def score_most_likely(
 
 def score_named(
     logits: torch.Tensor,
+    where: LogitRows,
     requests: ScoreRequests,
     workspace: ScoreWorkspace,
     ring: ScoreRing,
     token_ids: torch.Tensor,
     *,
     turn: torch.Tensor,
-    rows: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
     temperature: torch.Tensor | None = None,
 ) -> None:
     """The drawn tokens token_ids [n] int32, and those that rows name. After `score_most_likely` of the same logits."""
@@ -247,8 +244,8 @@ def score_named(
             token_ids,
             logits,
             turn,
-            rows,
-            num_rows,
+            where.rows,
+            where.num_rows,
             requests.tops,
             requests.num_named,
             requests.named,
@@ -256,7 +253,7 @@ def score_named(
             LINE=ring.named_scores.stride(0),
             LOGITS_STRIDE=logits.stride(0),
             PROCESSED=temperature is not None,
-            VOCABULARY=vocabulary,
+            VOCABULARY=where.vocabulary,
             MOST=most,
             BLOCK=_BLOCK,
             num_warps=8,
@@ -265,24 +262,22 @@ def score_named(
 
 def score_reference(
     logits: torch.Tensor,
+    where: LogitRows,
     requests: ScoreRequests,
     ring: ScoreRing,
     token_ids: torch.Tensor,
     *,
     turn: torch.Tensor,
-    rows: torch.Tensor,
-    num_rows: torch.Tensor,
-    vocabulary: int,
     temperature: torch.Tensor | None = None,
 ) -> None:
     """Both in plain torch, row by row."""
     line = int(turn)
-    for i in range(int(num_rows)):
-        row = int(rows[i])
+    for i in range(int(where.num_rows)):
+        row = int(where.rows[i])
         asked = int(requests.tops[row])
         if not asked:
             continue
-        x = logits[i, :vocabulary].float()
+        x = logits[i, : where.vocabulary].float()
         if temperature is not None and float(temperature[row]) > 0.0:
             x = x / temperature[row]
         scores = x.log_softmax(0)

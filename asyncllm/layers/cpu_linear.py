@@ -48,9 +48,9 @@ class CpuLinear:
         """Of the norm of x: [n, in] → [n, out]."""
         return self(norm(x))
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """To `residual` [n, out], in place: x [n, in] times W."""
-        residual.add_(self(x))
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `LinearLayer`."""
+        return self._formed.product.add(x, residual)
 
     @property
     def dtype(self) -> torch.dtype:

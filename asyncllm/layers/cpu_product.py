@@ -7,9 +7,10 @@ packed matrix may have a dense copy, for steps of many rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,12 +27,16 @@ _PACKED_AT_ONCE = 4096
 """Output features that are packed at once: codes are 32 bits wide on the way. A multiple of the widest block."""
 
 
-class CpuProduct(Protocol):
+class CpuProduct(ABC):
     """x Wᵀ + b."""
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out], contiguous."""
-        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual` [n, out], which may be overwritten, and the product of x [n, in]."""
+        return residual.add_(self(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Formed:
     copy_bytes: int = 0  # of what it holds only to be faster
 
 
-class DenseProduct:
+class DenseProduct(CpuProduct):
     """Torch's own product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -55,27 +60,33 @@ class DenseProduct:
         return functional.linear(x, self.weight, self.bias)
 
 
-class BlockedProduct:
+class BlockedProduct(CpuProduct):
     """oneDNN's product, with weights in the order that it would else bring them to at every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._add = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `CpuProduct`."""
         product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `CpuProduct`."""
+        both: Tensor = self._add(x, residual, self.weight, self.bias, "add")
+        return both
 
-class PackedProduct:
+
+class PackedProduct(CpuProduct):
     """Torch's product of bfloat16 rows with groups of 4-bit codes: sums in float32, scales and zeros in bfloat16."""
 
     def __init__(self, weight: GroupedTensor, memory: WeightMemory) -> None:
         codes, scales = _pack(weight)
         self.codes, self.scales = memory.place(codes), memory.place(scales)
-        self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        self._multiply = torch._weight_int4pack_mm_for_cpu
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +117,7 @@ class BytePackedProduct(PackedProduct):
         return super().__call__(x.repeat(1, 2))
 
 
-class RoundedProduct:
+class RoundedProduct(CpuProduct):
     """A product of bfloat16 rows, for activations of another dtype."""
 
     def __init__(self, product: CpuProduct) -> None:
@@ -117,7 +128,7 @@ class RoundedProduct:
         return self.product(x.bfloat16()).to(x.dtype)
 
 
-class BiasedProduct:
+class BiasedProduct(CpuProduct):
     """A product that has no bias of its own, and a bias."""
 
     def __init__(self, product: CpuProduct, bias: Tensor) -> None:
@@ -129,7 +140,7 @@ class BiasedProduct:
         return self.product(x).add_(self.bias)
 
 
-class ActivatedProduct:
+class ActivatedProduct(CpuProduct):
     """f(gate) · up, where both come from one product."""
 
     def __init__(self, product: CpuProduct, activation: GatedActivation) -> None:
@@ -141,7 +152,7 @@ class ActivatedProduct:
         return self.activation(self.product(x))
 
 
-class BlockedGatedProduct:
+class BlockedGatedProduct(CpuProduct):
     """The same by two products of oneDNN's, which apply the activation and the gate to what they compute."""
 
     NAMES: ClassVar = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
@@ -166,7 +177,7 @@ class BlockedGatedProduct:
         return product
 
 
-class TwoFormProduct:
+class TwoFormProduct(CpuProduct):
     """The packed product for few rows, the dense one for more."""
 
     def __init__(self, packed: CpuProduct, dense: CpuProduct, few: int) -> None:
@@ -177,6 +188,10 @@ class TwoFormProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """See `CpuProduct`."""
         return self.packed(x) if x.shape[0] <= self.few else self.dense(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `CpuProduct`."""
+        return (self.packed if x.shape[0] <= self.few else self.dense).add(x, residual)
 
 
 def make_product(

@@ -47,8 +47,8 @@ class LinearLayer(WeightedLayer, Protocol):
         """[n, in] → [n, out]."""
         ...
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """To `residual` [n, out], in place: x [n, in] times W."""
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual` [n, out], which is overwritten or of no more use, and the product of x [n, in]."""
         ...
 
     def tie(self, table: Tensor) -> Loadable:
@@ -79,9 +79,9 @@ class Linear:
         """Of the norm of x: [n, in] → [n, out]."""
         return self(norm(x))
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """To `residual` [n, out], in place: x [n, in] times W."""
-        residual += self(x)
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `LinearLayer`."""
+        return residual.add_(self(x))
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint tensors of this layer, under `prefix`."""
@@ -135,8 +135,8 @@ class KernelLinear(Linear):
             return skinny_linear(x, self.weight, self.bias, norm=RowNorm(norm.weight, norm.eps), tiling=tiling)
         return self(norm(x))
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """To `residual` [n, out], in place: x [n, in] times W."""
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `LinearLayer`."""
         tiling = self.tiling(x, adds=True)
         if tiling is not None:
             skinny_linear(x, self.weight, self.bias, residual=residual, arrivals=self.arrivals, tiling=tiling)
@@ -144,6 +144,7 @@ class KernelLinear(Linear):
             residual += functional.linear(x, self.weight, self.bias)
         else:
             torch.addmm(residual, x, self.weight.t(), out=residual)
+        return residual
 
     def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
         """How our kernel multiplies x, or None: the library is faster."""

@@ -29,14 +29,18 @@ class WeightMemory:
     def place(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor`, behind the one before."""
         if tensor.nbytes > len(self._region):
-            self._region = _take(max(_REGION, tensor.nbytes))
+            self._region = take_memory(max(_REGION, tensor.nbytes))
         placed = self._region[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._region = self._region[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
         return placed
 
 
-def _take(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size + _PAGE)
+def take_memory(size: int) -> Tensor:
+    """[size] bytes of zeros, in huge pages where the system has them; a page is taken when it is first written."""
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, size + _PAGE)
+    else:  # shared memory, which is what mmap takes unasked, has huge pages hardly anywhere
+        memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)
     region = torch.from_numpy(np.frombuffer(memory, np.uint8))

@@ -85,12 +85,12 @@ class DecoderLayer:
         )
         self.down = make_linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
 
-    def __call__(self, residual: Tensor, rotation: Rotation | TabledRotation, batch: ForwardBatch) -> None:
-        """Add what this layer finds to `residual` [n, hidden], in place."""
+    def __call__(self, residual: Tensor, rotation: Rotation | TabledRotation, batch: ForwardBatch) -> Tensor:
+        """`residual` [n, hidden], which may be overwritten, and what this layer adds to it."""
         group = batch.attention[self.attention.cache.group]
         qkv = self.qkv.normed(residual, self.attention_norm)
-        self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
-        self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
+        residual = self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
+        return self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
 
     def linears(self) -> Iterator[tuple[str, WeightedLayer]]:
         """The products, with the part of their names that stands before theirs."""
@@ -149,7 +149,7 @@ class Llama:
         rotation = self.rotary(batch.positions, batch.lengths)
         residual = self.embedding(batch.token_ids)
         for layer in self.layers:
-            layer(residual, rotation, batch)
+            residual = layer(residual, rotation, batch)
         return residual if batch.sampled is None else residual.index_select(0, batch.sampled)
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:

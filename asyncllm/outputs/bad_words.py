@@ -14,9 +14,10 @@ class BadSequences:
         for sequence in sequences:
             self._beginnings.setdefault(sequence[-2], []).append(tuple(sequence))
 
-    def banned(self, output: Sequence[int]) -> set[int]:
-        """The tokens that may not come next."""
-        if not output:
+    def banned(self, tokens: Sequence[int], start: int = 0) -> set[int]:
+        """The tokens that may not come next; the output begins at `start`."""
+        length = len(tokens)
+        if length <= start:
             return set()
-        candidates = self._beginnings.get(output[-1], ())
-        return {s[-1] for s in candidates if tuple(output[-len(s) + 1 :]) == s[:-1]}
+        candidates = self._beginnings.get(tokens[-1], ())
+        return {s[-1] for s in candidates if length + 1 - len(s) >= start and tuple(tokens[1 - len(s) :]) == s[:-1]}

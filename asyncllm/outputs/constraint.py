@@ -25,7 +25,8 @@ class Constraint(Protocol):
         ...
 
     def mask(self) -> Mask | None:
-        """Which tokens may come next; None where all may. A fresh array, the caller's own. Not once it is finished."""
+        """Which tokens may come next; None where all may. Not once it is finished. The array may be written again at
+        the next call, which a word about the token after that one needs."""
         ...
 
     def forced(self) -> tuple[int, ...]:

@@ -145,12 +145,16 @@ class GrammarCompiler:
 class GrammarConstraint:
     """The `Constraint` of one choice."""
 
-    __slots__ = ("_matcher", "_size", "_total")
+    __slots__ = ("_address", "_mask", "_matcher", "_rest", "_size", "_total", "_words")
 
     def __init__(self, matcher: LLMatcher, size: int, total: int) -> None:
         self._matcher = matcher
         self._size = size  # of the model's vocabulary
         self._total = total  # of the matcher's, which may have one more
+        self._words = np.zeros(-(-total // 32), dtype=np.uint32)  # its mask
+        self._address = self._words.ctypes.data
+        self._mask: Mask = self._words[: -(-size // 32)]
+        self._rest = np.uint32((1 << size % 32) - 1) if total > size else None  # of the mask's last word
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """These tokens came next. Raises `GrammarError` for one that is not legal."""
@@ -160,12 +164,11 @@ class GrammarConstraint:
 
     def mask(self) -> Mask:
         """Which tokens may come next."""
-        words = np.empty(_words(self._total), dtype=np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
         self._check()
-        if self._total > self._size:
-            words[self._size // 32] &= np.uint32((1 << self._size % 32) - 1)
-        return words[: _words(self._size)]
+        if self._rest is not None:
+            self._words[self._size // 32] &= self._rest
+        return self._mask
 
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next."""
@@ -186,10 +189,6 @@ class GrammarConstraint:
         # first of all: a matcher that failed allows the end of the sequence
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot go on: {_reason(self._matcher)}")
-
-
-def _words(size: int) -> int:
-    return -(-size // 32)
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 from asyncllm.errors import GrammarError
@@ -25,7 +25,7 @@ from asyncllm.outputs.schema_patterns import (
     ecma_pattern,
     has_control,
 )
-from asyncllm.outputs.schema_values import TYPES, Place, SchemaDocument
+from asyncllm.outputs.schema_values import TYPES, Place, SchemaDocument, types_of
 
 Json = Any
 Node = dict[str, Any]
@@ -36,6 +36,8 @@ MAX_PROPERTIES = 1_000
 """Of one schema, and of a whole document with an allOf, which may put them together: what they cost is quadratic."""
 MAX_ONE_OF = 64
 """Alternatives of a oneOf whose pairs are compared."""
+MAX_ARRANGEMENTS = 2_000
+"""Arrays that all uniqueItems of a document are written out to: 0.3 s to compile."""
 
 _DIALECTS = tuple(
     f"//json-schema.org/{name}/schema"
@@ -47,7 +49,6 @@ _ANNOTATIONS = frozenset(
 ) | frozenset(("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs"))
 """They say nothing about which values are valid (`discriminator` and the like are OpenAPI's)."""
 _NEUTRAL: Mapping[str, Json] = {
-    "uniqueItems": False,
     "nullable": False,
     "unevaluatedProperties": True,
     "unevaluatedItems": True,
@@ -60,6 +61,7 @@ _WITHOUT = {"then": "if", "else": "if", "minContains": "contains", "maxContains"
 _SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_ARRAY_FORMS = frozenset({"enum", "const", "prefixItems"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 
@@ -84,6 +86,7 @@ class _Rewriting:
         self._document = SchemaDocument(root)
         self._multiple = 1
         self._names = 0  # in all properties
+        self._arrangements = 0
         self._keywords: Mapping[str, Callable[[Node, Json, str], None]] = {
             "type": self._type,
             "enum": self._enum,
@@ -92,6 +95,7 @@ class _Rewriting:
             "pattern": self._pattern,
             "format": self._format,
             "required": self._required,
+            "uniqueItems": self._flag,
             "minProperties": self._min_properties,
             "$ref": self._reference,
             "$schema": self._dialect,
@@ -113,6 +117,9 @@ class _Rewriting:
         for place in document.places.values():
             if "oneOf" in place.node:
                 self._one_of(place.node, f"{place.path}/oneOf")
+        for place in document.places.values():
+            if "uniqueItems" in place.node:
+                self._unique_items(place.node, f"{place.path}/uniqueItems")
         return document.root
 
     def _visit(self, schema: Json, path: str, root: Json) -> None:
@@ -243,6 +250,13 @@ class _Rewriting:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise _error(where, f"required must be a list of names, got {value!r:.80}")
 
+    def _flag(self, node: Node, value: Json, where: str) -> None:
+        name = where.rpartition("/")[2]
+        if not isinstance(value, bool):
+            raise _error(where, f"{name} must be true or false, got {value!r:.80}")
+        if not value:
+            del node[name]
+
     def _dialect(self, node: Node, value: Json, where: str) -> None:
         _check_text(value, where)
         if value.rstrip("#").partition(":")[2] not in _DIALECTS:
@@ -275,6 +289,24 @@ class _Rewriting:
         renamed = {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in node.items()}
         node.clear()
         node.update(renamed)  # in its place: the order of keywords is that of properties
+
+    def _unique_items(self, node: Node, where: str) -> None:
+        """It says nothing where no two items can be equal; an array of few known values is written out."""
+        document = self._document
+        del node["uniqueItems"]
+        if "array" not in types_of(node) or node.get("maxItems", 2) <= 1 or document.differ(node):
+            return
+        values = document.listed(node.get("items", True))
+        if values is None or node.get("type") != "array" or not node.keys().isdisjoint(_ARRAY_FORMS):
+            raise _error(where, "uniqueItems cannot be enforced, but of items that are an enum")
+        sizes = range(node.pop("minItems", 0), min(node.pop("maxItems", len(values)), len(values)) + 1)
+        self._arrangements += sum(math.perm(len(values), size) for size in sizes)
+        if self._arrangements > MAX_ARRANGEMENTS:
+            raise _error(where, f"uniqueItems cannot be enforced: over {MAX_ARRANGEMENTS:,} arrays satisfy it")
+        if not sizes:
+            raise _error(where, f"uniqueItems: there are but {len(values)} values, and minItems asks for more")
+        node.pop("items")
+        node["enum"] = [[*items] for size in sizes for items in permutations(values, size)]
 
 
 def _subschemas(node: Node) -> Iterator[tuple[str, Json]]:

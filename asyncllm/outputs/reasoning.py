@@ -7,6 +7,7 @@ tags, and line breaks next to them, are shown in neither part. A tag that comes 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncllm.errors import InvalidParamsError
@@ -75,6 +76,21 @@ def opens_in_prompt(name: str, prompt: str, continued: str = "") -> bool:
     if continued:
         return continued.rfind(format.start) > continued.rfind(format.end)
     return prompt.rstrip().endswith(format.start)
+
+
+def closed_in_prompt(name: str, prompt: str) -> bool:
+    """Whether a rendered prompt ends with the closing tag: the text begins behind the reasoning, which was skipped."""
+    return prompt.rstrip().endswith(find_reasoning_format(name).end)
+
+
+def answers_of(text: str) -> Iterator[str]:
+    """What may be the answer in a whole text of a model whose format is not known, the likeliest first: what follows
+    the first closing tag, or the text itself."""
+    ends = [(text.find(format.end), format.end) for format in REASONING_FORMATS.values() if format.end in text]
+    if ends:
+        start, tag = min(ends)
+        yield text[start + len(tag) :]
+    yield text
 
 
 def make_reasoning_parser(name: str, *, opened: bool | None = None) -> ReasoningParser:

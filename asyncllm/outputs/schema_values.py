@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,6 +17,8 @@ Node = dict[str, Any]
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _MAX_DEPTH = 8
 """Of the proof that two schemas share no value."""
+_SMALL: Mapping[str, Sequence[Json]] = {"boolean": (True, False), "null": (None,)}
+"""The types of few values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class SchemaDocument:
             missing = [*unknown(options)]
             if options and len(missing) == len(options):
                 return missing
-        types = _types(node)
+        types = types_of(node)
         if types - {"object", "array"}:
             return []
         missing = []
@@ -120,7 +124,7 @@ class SchemaDocument:
                     return True
             if any(self.disjoint(part, other, depth + 1) for part in one.get("allOf", ())):
                 return True
-        types = _types(a), _types(b)
+        types = types_of(a), types_of(b)
         if not types[0] & types[1] and not ({"integer", "number"} <= types[0] | types[1]):
             return True
         values = _values(a), _values(b)
@@ -130,6 +134,39 @@ class SchemaDocument:
             shared = set(a.get("required", ())) & set(b.get("required", ()))
             return any(self.disjoint(_property(a, name), _property(b, name), depth + 1) for name in shared)
         return False
+
+    def differ(self, node: Node) -> bool:
+        """Whether it is certain that no array of this schema has two equal items."""
+        items = node.get("items", True)
+        prefix, rest = node.get("prefixItems", []), items
+        if isinstance(items, list):
+            prefix, rest = items, node.get("additionalItems", True)
+        if rest is not False and node.get("maxItems", math.inf) > len(prefix):
+            return False
+        return all(self.disjoint(a, b) for a, b in combinations(prefix, 2))
+
+    def listed(self, schema: Json, depth: int = 0) -> list[Json] | None:
+        """All values that it allows, each once; None where they cannot be listed so simply."""
+        schema = self._followed(schema)
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return None
+        keywords = schema.keys()
+        found: list[Json] = []
+        if keywords == {"anyOf"}:
+            for part in schema["anyOf"]:
+                values = self.listed(part, depth + 1)
+                if values is None:
+                    return None
+                found += values
+        elif keywords in ({"enum"}, {"const"}, {"type", "enum"}, {"type", "const"}):
+            stated = frozenset(types_of(schema))
+            wide = stated | {"integer"} if "number" in stated else stated
+            found = [value for value in schema.get("enum", [schema.get("const")]) if type_of(value) in wide]
+        elif keywords == {"type"} and types_of(schema) <= _SMALL.keys():
+            found = [value for name in sorted(types_of(schema)) for value in _SMALL[name]]
+        else:
+            return None
+        return [*{_canonical(value): value for value in reversed(found)}.values()][::-1]
 
     def _followed(self, schema: Json) -> Json:
         """Past references that stand alone."""
@@ -143,7 +180,8 @@ class SchemaDocument:
         return schema
 
 
-def _types(node: Node) -> frozenset[str]:
+def types_of(node: Node) -> frozenset[str]:
+    """The JSON types that its own `type`, `enum` or `const` leaves."""
     stated = node.get("type")
     if stated is not None:
         return frozenset([stated] if isinstance(stated, str) else stated)

@@ -24,10 +24,13 @@ class ThinkingBudget:
     and is over with those of its end, or never begins.
     """
 
-    def __init__(self, start: Sequence[int], end: Sequence[int], budget: int, vocab_size: int, *, begun: bool) -> None:
+    def __init__(
+        self, start: Sequence[int], end: Sequence[int], budget: int | None, vocab_size: int, *, begun: bool
+    ) -> None:
         """`start` and `end`: the tokens between which a model reasons, at least one each; `begun`: the prompt has the
-        first of them."""
-        self._start = tuple(start)
+        first of them. A `budget` of None is never used up."""
+        self.start = tuple(start)
+        """With which the reasoning begins."""
         self.end = tuple(end)
         """What is forced."""
         self._left = budget
@@ -36,6 +39,16 @@ class ThinkingBudget:
         self._tail: tuple[int, ...] = ()  # of the tokens, as many as the longer of the two
         self._closing: tuple[int, ...] = ()  # still to be forced
         self._settle()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the tokens of the beginning have come."""
+        return self._stage is not _Stage.BEFORE
+
+    @property
+    def over(self) -> bool:
+        """Whether those of the end have."""
+        return self._stage is _Stage.AFTER
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Constraint`."""
@@ -61,7 +74,7 @@ class ThinkingBudget:
 
     def copy(self) -> Self:
         """See `Constraint`."""
-        copy = type(self)(self._start, self.end, self._left, self._vocab_size, begun=False)
+        copy = type(self)(self.start, self.end, self._left, self._vocab_size, begun=False)
         copy._stage, copy._tail, copy._closing = self._stage, self._tail, self._closing
         return copy
 
@@ -71,12 +84,13 @@ class ThinkingBudget:
             if not self._closing:
                 self._stage = _Stage.AFTER
             return
-        most = max(len(self._start), len(self.end))
+        most = max(len(self.start), len(self.end))
         self._tail = (*self._tail, token_id)[-most:]
-        if self._stage is _Stage.BEFORE and self._ends_with(self._start):
+        if self._stage is _Stage.BEFORE and self._ends_with(self.start):
             self._stage, self._tail = _Stage.INSIDE, ()
         elif self._stage is _Stage.INSIDE:
-            self._left -= 1
+            if self._left is not None:
+                self._left -= 1
             if self._ends_with(self.end):
                 self._stage = _Stage.AFTER
         self._settle()
@@ -85,5 +99,5 @@ class ThinkingBudget:
         return self._tail[-len(tokens) :] == tokens
 
     def _settle(self) -> None:
-        if self._stage is _Stage.INSIDE and self._left <= 0:
+        if self._stage is _Stage.INSIDE and self._left is not None and self._left <= 0:
             self._closing = self.end

@@ -26,6 +26,8 @@ from asyncllm.results import FinishReason
 from asyncllm.testing.shadow import ShadowDevice
 from asyncllm.testing.shadow_tokens import Word, arbitrary_word, extend_history, hash_tokens, reference_output
 
+_SIZES = sorted({times << power for times in (1, 3) for power in range(24)})
+
 
 @dataclass(slots=True)
 class Expected:
@@ -86,6 +88,7 @@ class Simulation:
         self._log: list[tuple[str, object]] = []  # calls that change the scheduler
         self._plans: list[bytes] = []
         self._rows: dict[int, int] = {}  # row -> who took it last
+        self._most_share = 0  # tokens: the largest share of what waited, since nothing did
 
     @property
     def live(self) -> list[int]:
@@ -118,6 +121,7 @@ class Simulation:
         for request, expected in self._live.items():
             deadline = expected.spec.deadline
             assert deadline is None or self.now < deadline, f"request {request} outlived its deadline"
+        self._note_share(plan)
         if plan is None:
             idle = not self.steps_in_flight and not any(expected.awaiting for expected in self._live.values())
             assert not idle or not self._live, "nothing is in flight, and still nothing is planned"
@@ -292,6 +296,24 @@ class Simulation:
                     continue
                 passed_over = not other.joined and self._precedes(other, self.requests[join.request])
                 assert not passed_over, f"request {join.request} passes over request {other.spec.request}"
+
+    def _note_share(self, plan: StepPlan | None) -> None:
+        """Steps with decoding rows compute no more known tokens than the share that waiting requests have in them, and
+        what fills the step up to one of the sizes that devices like."""
+        rows: list[int] = [] if plan is None else plan.decode_rows.tolist()
+        if plan is not None and plan.late is not None:
+            rows += plan.late.rows[: plan.late.decoding].tolist()
+        decoding = {self._rows[row] for row in rows}
+        waiting = [len(expected.history) for request, expected in self._live.items() if request not in decoding]
+        share = math.ceil(sum(waiting) * len(waiting) / max(1, len(waiting) + len(decoding)))
+        self._most_share = max(self._most_share, share) if waiting else 0
+        if plan is not None and rows and plan.chunks:
+            computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            least = max(self.config.mixed_chunk_tokens, self._most_share)
+            # late rows whose word is not said decode too
+            counts = range(len(rows), max(len(rows), self.config.max_num_seqs - len(plan.chunks)) + 1)
+            most = max(next(size for size in _SIZES if size >= count + least) - count for count in counts)
+            assert computed <= most, f"{len(rows)} rows are held up by {computed} tokens"
 
     def _check_fork(self, expected: Expected, chunk: Chunk) -> None:
         leader = self.requests[self._rows[chunk.row]]

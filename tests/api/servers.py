@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from aiohttp import web
+from granian.server.embed import Server as Granian
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config as HypercornConfig
 
@@ -100,7 +101,7 @@ async def serving(kind: str, engine: AsyncEngine, **settings: Any) -> AsyncItera
 
 @asynccontextmanager
 async def serving_asgi(kind: str, app: Any) -> AsyncIterator[int]:
-    """Any ASGI app under uvicorn or hypercorn."""
+    """Any ASGI app under uvicorn, hypercorn or granian."""
     listener = _listener()
     port = listener.getsockname()[1]
     if kind == "uvicorn":
@@ -113,6 +114,16 @@ async def serving_asgi(kind: str, app: Any) -> AsyncIterator[int]:
             yield port
         finally:
             server.should_exit = True
+            await task
+    elif kind == "granian":
+        listener.close()  # it takes no socket that is open
+        granian = Granian(app, port=port, interface="asgi", log_enabled=False)
+        task = asyncio.create_task(granian.serve())
+        try:
+            await _connectable(port)
+            yield port
+        finally:
+            granian.stop()
             await task
     else:
         config = HypercornConfig()
@@ -128,6 +139,16 @@ async def serving_asgi(kind: str, app: Any) -> AsyncIterator[int]:
             stop.set()
             await task
             listener.detach()  # the server closed it
+
+
+async def _connectable(port: int) -> None:
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionError:
+            await asyncio.sleep(0.01)
+        else:
+            return writer.close()
 
 
 def _listener() -> socket.socket:

@@ -23,7 +23,7 @@ from asyncllm import AsyncEngine
 from asyncllm.api import create_aiohttp_app, create_asgi_app
 from tests.api.asgi_client import until
 from tests.api.conftest import MakeEngine
-from tests.api.servers import serving_asgi
+from tests.api.servers import serving, serving_asgi
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -135,57 +135,111 @@ async def test_an_engine_of_the_host_stays_open(shadow: MakeEngine) -> None:
 async def test_aiohttp_notices_who_goes(shadow: MakeEngine, stream: bool) -> None:
     """Without `handler_cancellation`, which is the host's to set."""
     async with shadow() as engine, TestServer(create_aiohttp_app(engine)) as server:
-        body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
-        async with ClientSession() as session:
-            going = asyncio.create_task(session.post(server.make_url("/v1/completions"), json=body))
-            await until(lambda: engine.statistics().requests_running > 0)
-            going.cancel()
-        await until(lambda: engine.statistics().requests_aborted == 1, 1)
-        await until(lambda: engine.statistics().blocks_used == 0, 1)
+        await check_who_goes(engine, str(server.make_url("/")).rstrip("/"), stream=stream)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("framework", ["litestar", "quart", "django"])
-async def test_other_frameworks(shadow: MakeEngine, framework: str) -> None:
-    pytest.importorskip(framework)
-    async with shadow() as engine:
-        inner = create_asgi_app(engine, model_names=["m"])
-        async with serving_asgi("uvicorn", _mounted(framework, inner)) as port:
-            await check(f"http://127.0.0.1:{port}/llm")
+async def check_who_goes(engine: AsyncEngine, url: str, *, stream: bool) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+    async with ClientSession() as session:
+        going = asyncio.create_task(session.post(f"{url}/v1/completions", json=body))
+        await until(lambda: engine.statistics().requests_running > 0)
+        going.cancel()
+    await until(lambda: engine.statistics().requests_aborted == 1, 1)
+    await until(lambda: engine.statistics().blocks_used == 0, 1)
 
 
-def _mounted(framework: str, inner: Any) -> Any:
-    if framework == "litestar":
-        from litestar import Litestar, asgi
-
-        @asgi("/llm", is_mount=True, copy_scope=True)
-        async def mounted(scope: Any, receive: Any, send: Any) -> None:
-            await inner(scope, receive, send)
-
-        return Litestar([mounted])
-    if framework == "quart":
-        from quart import Quart
-
-        outer: Any = Quart(__name__).asgi_app
-    else:
-        import django
-        from django.conf import settings
-        from django.core.asgi import get_asgi_application
-
-        settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"])
-        django.setup()
-        outer = get_asgi_application()
-
-    async def by_prefix(scope: Any, receive: Any, send: Any) -> None:
-        """How Django's and Quart's users put another application beside theirs."""
-        if scope["type"] == "http" and scope["path"].startswith("/llm"):
-            return await inner(scope | {"root_path": "/llm"}, receive, send)
-        return await outer(scope, receive, send)
-
-    return by_prefix
+async def check_mounted(app: Any, engine: AsyncEngine) -> None:
+    """Under /llm, beside a page of the framework's own; the lifespan starts the engine and closes it."""
+    async with serving_asgi("uvicorn", app) as port, ClientSession() as session:
+        assert engine.state == "running"
+        url = f"http://127.0.0.1:{port}"
+        await check(f"{url}/llm")
+        async with session.get(f"{url}/hello") as answer:
+            assert await answer.text() == "hello"
+        async with session.get(f"{url}/nowhere") as answer:
+            assert answer.status == 404
+            assert "invalid_request_error" not in await answer.text()  # the framework's own
+        async with session.get(f"{url}/llm/nowhere") as answer:
+            assert "error" in await answer.json()
+    assert engine.state == "closed"
 
 
-urlpatterns: list[Any] = []  # of Django
+async def test_litestar_with_its_lifespan(shadow: MakeEngine) -> None:
+    from litestar import Litestar, MediaType, asgi, get
+
+    engine = shadow()
+    inner = create_asgi_app(engine, model_names=["m"])
+
+    @asynccontextmanager
+    async def lifespan(app: Litestar) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    @asgi("/llm", is_mount=True, copy_scope=True)
+    async def mounted(scope: Any, receive: Any, send: Any) -> None:
+        await inner(scope, receive, send)
+
+    @get("/hello", media_type=MediaType.TEXT)
+    async def hello() -> str:
+        return "hello"
+
+    await check_mounted(Litestar([mounted, hello], lifespan=[lifespan]), engine)
+
+
+def beside(outer: Any, inner: Any, *, lifespan: Any) -> Any:
+    """How users of frameworks without mounts put another application beside theirs."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await lifespan(scope, receive, send)
+        elif scope["path"].startswith("/llm/"):
+            await inner(scope | {"root_path": "/llm"}, receive, send)
+        else:
+            await outer(scope, receive, send)
+
+    return app
+
+
+async def test_quart_with_its_lifespan(shadow: MakeEngine) -> None:
+    from quart import Quart
+
+    engine, quart = shadow(), Quart(__name__)
+
+    @quart.while_serving
+    async def lifespan() -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    @quart.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    await check_mounted(beside(quart, create_asgi_app(engine, model_names=["m"]), lifespan=quart), engine)
+
+
+async def test_django_which_has_no_lifespan(shadow: MakeEngine) -> None:
+    import django
+    from django.conf import settings
+    from django.core.asgi import get_asgi_application
+    from django.http import HttpResponse
+    from django.urls import path
+
+    class Urls:
+        urlpatterns = (path("hello", lambda request: HttpResponse("hello")),)
+
+    settings.configure(ROOT_URLCONF=Urls, ALLOWED_HOSTS=["*"])
+    django.setup(set_prefix=False)
+    engine = shadow()
+    inner = create_asgi_app(engine, model_names=["m"])
+    await check_mounted(beside(get_asgi_application(), inner, lifespan=inner), engine)
+
+
+async def test_granian_with_its_lifespan(shadow: MakeEngine) -> None:
+    engine = shadow()
+    async with serving("granian", engine, model_names=["m"]) as port:
+        await check(f"http://127.0.0.1:{port}")
+        await check_who_goes(engine, f"http://127.0.0.1:{port}", stream=True)
+    assert engine.state == "closed"
 
 
 def test_an_engine_needs_no_framework(shadow: MakeEngine) -> None:

@@ -14,9 +14,10 @@ import pytest
 from asyncllm import AsyncEngine, SamplingParams
 from asyncllm.engine.guide import Guide, Guidelines, Word
 from asyncllm.engine.model import ModelLoader
-from asyncllm.engine.plan import Adjustment, RowSampling
-from asyncllm.errors import RequestFailed
+from asyncllm.engine.plan import Adjustment, RowBias, RowSampling
+from asyncllm.errors import InvalidParamsError, RequestFailed
 from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
 from asyncllm.testing.shadow_engine import ShadowModel
 from asyncllm.testing.shadow_tokens import Word as ShadowWord
@@ -234,12 +235,50 @@ def test_min_tokens_bans_an_end_unless_nothing_else_is_legal() -> None:
     assert later.advance((7, 2)).adjustment is not None
 
 
-@pytest.mark.parametrize("changes", [{"allowed": (3, 4)}, {"banned": (7, 8)}])
+def bounded(constraint: Constraint, **changes: Any) -> Guide:
+    """Beside a constraint whose outputs may end with token 2."""
+    sequences = changes.pop("sequences", None)
+    lines = Guidelines(constraint, None if sequences is None else BadSequences(sequences), end_ids=(2,))
+    return Guide(lines, prompt=[1], sampling=replace(LATE, **changes), vocab_size=VOCAB_SIZE)
+
+
+BOUNDS = pytest.mark.parametrize(
+    "changes", [{"allowed": (1, 3, 4)}, {"banned": (7, 8)}, {"sequences": [(1, 7), (1, 8)]}], ids=str
+)
+
+
+@BOUNDS
 def test_what_a_constraint_leaves_must_be_legal(changes: dict[str, Any]) -> None:
-    sampling = replace(LATE, **changes)
-    guide = Guide(Guidelines(Rounds(VOCAB_SIZE, [[7, 8]])), prompt=[1], sampling=sampling, vocab_size=VOCAB_SIZE)
-    with pytest.raises(ValueError, match="allowed_token_ids or bad_words"):
-        guide.advance(())
+    guide = bounded(Rounds(VOCAB_SIZE, [[1], [7, 8]]), **changes)
+    guide.advance(())
+    with pytest.raises(InvalidParamsError, match="structured_output with allowed_token_ids or bad_words"):
+        guide.advance((1,))
+
+
+@BOUNDS
+def test_forced_tokens_must_be_legal(changes: dict[str, Any]) -> None:
+    for forces in ({0: (1, 7)}, {1: (7, 3)}):
+        guide = bounded(Rounds(VOCAB_SIZE, [[1, 3, 7]], forces=forces), **changes)
+        with pytest.raises(InvalidParamsError, match="structured_output with allowed_token_ids or bad_words"):
+            guide.advance(guide.advance(()).forced or (1,))
+
+
+@BOUNDS
+def test_a_complete_output_ends_where_nothing_else_is_legal(changes: dict[str, Any]) -> None:
+    guide = bounded(Rounds(VOCAB_SIZE, [[1], [2, 7, 8]]), **changes)
+    guide.advance(())
+    word = guide.advance((1,))
+    assert word == Word(None) if "allowed" in changes else word.adjustment is not None
+
+
+def test_what_may_come_is_what_all_leave() -> None:
+    guide = bounded(Rounds(VOCAB_SIZE, [[1, 5], [5, 6, 7]]), allowed=(1, 5, 7), sequences=[(1, 5), (5, 6)])
+    assert guide.advance(()).adjustment is not None
+    adjustment = guide.advance((1,)).adjustment
+    assert adjustment is not None
+    assert isinstance(adjustment.bias, RowBias)
+    assert adjustment.bias.token_ids.tolist() == [5]
+    assert adjustment.bias.values.tolist() == [-np.inf]
 
 
 @pytest.mark.parametrize(

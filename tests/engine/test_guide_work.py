@@ -53,8 +53,7 @@ def test_answers_are_told_once_and_taken_together() -> None:
         work.start(request, FakeGuide())  # type: ignore[arg-type]
     assert told == [None]
     assert counts(work.take()) == [(3, 0), (5, 0)]
-    work.tell(5, (7, 8))
-    work.tell(4, (7,))  # nobody
+    work.tell([(5, (7, 8)), (4, (7,))])  # 4 is nobody
     assert told == [None, None]
     assert counts(work.take()) == [(5, 2)]
     assert work.take() == []
@@ -72,7 +71,7 @@ def test_a_word_that_is_late_is_not_waited_for_again(threads: ThreadPoolExecutor
         time.sleep(0.001)
     assert counts(work.take()) == [(1, 0)]
     gate.clear()
-    work.tell(1, (9,))
+    work.tell([(1, (9,))])
     assert work.awaited
     work.forget(1)
     assert not work.awaited
@@ -100,7 +99,7 @@ def test_a_forgotten_guide_is_not_asked() -> None:
         work, _ = make(thread)
         for request, guide in enumerate(guides):
             work.start(request, guide)  # type: ignore[arg-type]
-            work.tell(request, (7,))
+            work.tell([(request, (7,))])
         work.forget(1)
         gate.set()
     assert [guide.count for guide in guides] == [1, 0, 1]
@@ -119,15 +118,48 @@ def test_errors_are_answers() -> None:
     assert "a panic" in str(answer.word)
 
 
+def test_quick_guides_have_one_thread_and_one_call(threads: ThreadPoolExecutor) -> None:
+    names: set[str] = set()
+
+    class Named(FakeGuide):
+        def advance(self, token_ids: Sequence[int]) -> Word:
+            names.add(threading.current_thread().name)
+            return super().advance(token_ids)
+
+    gate = threading.Event()
+    work, told = make(threads)
+    work.start(0, Named(gate))  # type: ignore[arg-type]
+    for request in range(1, 50):
+        work.start(request, Named())  # type: ignore[arg-type]
+    assert not told
+    gate.set()
+    while not told:
+        time.sleep(0.001)
+    assert len(names) == len(told) == 1
+    assert len(work.take()) == 50
+    assert not work.behind
+
+
 def test_a_slow_guide_holds_up_one_thread(threads: ThreadPoolExecutor) -> None:
     gate = threading.Event()
-    work, _ = make(threads)
-    work.start(0, FakeGuide(gate))  # type: ignore[arg-type]
-    found: list[tuple[int, int]] = []
-    for request in range(1, 200):
-        work.start(request, FakeGuide())  # type: ignore[arg-type]
-    while len(found) < 199:
-        found += counts(work.take())
+    work, told = make(threads)
+    work.start(0, FakeGuide())  # type: ignore[arg-type]
+    while not told:
         time.sleep(0.001)
-    assert 0 not in dict(found)
+    work.start(1, FakeGuide(gate))  # type: ignore[arg-type]
+    while work.behind:
+        time.sleep(0.001)
+    assert counts(work.take()) == [(0, 0)]
+    for request in range(2, 200):
+        work.start(request, FakeGuide())  # type: ignore[arg-type]
+    assert work.behind
+    assert len(told) == 1
+    work.hurry()
+    while len(told) == 1:
+        time.sleep(0.001)
+    assert counts(work.take()) == [(request, 0) for request in range(2, 200)]
+    work.hurry()  # nothing is left: it takes no thread
     gate.set()
+    while len(told) == 2:
+        time.sleep(0.001)
+    assert counts(work.take()) == [(1, 0)]

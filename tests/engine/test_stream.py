@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm import AsyncEngine, SamplingParams
+from asyncllm import AsyncEngine, SamplingParams, TokenStream
+from asyncllm.engine import consumers
 from asyncllm.engine.core import Core
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import (
@@ -143,3 +144,55 @@ async def test_the_engine_shows_what_it_holds() -> None:
         assert (await engine.inspect()).requests == ()
     with pytest.raises(EngineClosed):
         await engine.inspect()
+
+
+class Listener:
+    """Takes tokens in the very call that tells of them."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream = stream
+        self.ids: list[int] = []
+        self.over = asyncio.get_running_loop().create_future()
+
+    def done(self) -> bool:
+        return self.over.done()
+
+    def set_result(self, result: None) -> None:
+        while (delta := self.stream.take()) is not None:
+            self.ids += delta.token_ids
+            if delta.usage is not None:
+                return self.over.set_result(delta.usage.completion_tokens)
+        return None
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_tokens_are_taken_without_a_task(n: int) -> None:
+    async with AsyncEngine(ShadowModel(latency=0.001)) as engine:
+        stream = engine.stream([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, n=n, seed=1))
+        await stream.start()
+        listener = Listener(stream)
+        if not stream.arm(listener):
+            listener.set_result(None)
+        assert await listener.over == len(listener.ids) == 20 * n
+        with pytest.raises(StopAsyncIteration):
+            stream.take()
+
+
+async def test_one_at_a_time_waits_for_a_stream() -> None:
+    async with AsyncEngine(ShadowModel(latency=0.002)) as engine:
+        stream = engine.stream([1, 2, 3], LONG)
+        await stream.start()
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="another task waits"):
+            await anext(stream)
+        assert (await reading).token_ids  # which is none the worse for it
+        assert (await stream.result()).usage.completion_tokens == 400
+
+
+async def test_many_streams_are_told_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumers, "WOKEN_AT_ONCE", 2)
+    async with AsyncEngine(ShadowModel()) as engine:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        done = await asyncio.gather(*(engine.generate([number], params) for number in range(1, 8)))
+        assert [each.usage.completion_tokens for each in done] == [20] * 7

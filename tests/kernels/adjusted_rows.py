@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncllm.kernels import logit_adjustment as adjustment
-from asyncllm.kernels.sampling import RowSettings
+from asyncllm.kernels.sampled_rows import MASKS, LogitRows, RowSettings
 
 VOCABULARY, WIDTH, ROWS = 300, 320, 9
 
@@ -80,7 +80,7 @@ def records_of(cases: list[Case]) -> tuple[torch.Tensor, torch.Tensor]:
         firsts.append(len(words))
         words += [token_id for token_id, _ in case.seen] + [count for _, count in case.seen]
         firsts.append(len(words))
-        if case.duties & adjustment.MASKS:
+        if case.duties & MASKS:
             legal = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
             legal[list(case.allowed)] = 1
             words += np.packbits(legal, bitorder="little").view(np.int32).tolist()
@@ -106,14 +106,15 @@ def joined(cases: list[Case], device: torch.device) -> adjustment.RowAdjustments
     return state
 
 
-def arrays_of(cases: list[Case], device: torch.device) -> dict[str, torch.Tensor]:
-    """rows, positions, num_rows; one more row of logits than counts."""
+def rows_of(cases: list[Case], device: torch.device) -> LogitRows:
+    """One more row of logits than counts."""
     rows = [row_of(i) for i in range(len(cases))]
-    return {
-        "rows": torch.tensor([*rows, 0], dtype=torch.int32, device=device),
-        "positions": torch.tensor([*range(50, 50 + len(cases)), 0], dtype=torch.int32, device=device),
-        "num_rows": torch.tensor([len(cases)], dtype=torch.int32, device=device),
-    }
+    return LogitRows(
+        rows=torch.tensor([*rows, 0], dtype=torch.int32, device=device),
+        positions=torch.tensor([*range(50, 50 + len(cases)), 0], dtype=torch.int32, device=device),
+        num_rows=torch.tensor([len(cases)], dtype=torch.int32, device=device),
+        vocabulary=VOCABULARY,
+    )
 
 
 def make_logits(count: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

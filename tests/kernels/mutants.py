@@ -5,20 +5,39 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 
 
 @contextmanager
-def mutant(module: ModuleType, folder: Path, right: str, wrong: str) -> Iterator[ModuleType]:
-    """The module with `right`, which its source has once, replaced by `wrong`."""
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
+def mutant(
+    module: ModuleType, folder: Path, right: str, wrong: str, user: ModuleType | None = None
+) -> Iterator[ModuleType]:
+    """The module with `right`, which its source has once, replaced by `wrong`; or a copy of `user`, which imports from
+    the module, that imports from that copy instead."""
+    source = source_of(module)
     assert source.count(right) == 1, f"{source.count(right)} times in the source: {right}"
+    with ExitStack() as copies:
+        copy = copies.enter_context(copied(module, folder, source.replace(right, wrong)))
+        if user is not None:
+            source = source_of(user)
+            assert f"from {module.__name__} import" in source
+            source = source.replace(f"from {module.__name__} import", f"from {copy.__name__} import")
+            copy = copies.enter_context(copied(user, folder, source))
+        yield copy
+
+
+def source_of(module: ModuleType) -> str:
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text()
+
+
+@contextmanager
+def copied(module: ModuleType, folder: Path, source: str) -> Iterator[ModuleType]:
     name = f"mutant_of_{module.__name__.rpartition('.')[2]}"
     path = folder / f"{name}.py"
-    path.write_text(source.replace(right, wrong))
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

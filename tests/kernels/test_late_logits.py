@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncllm.kernels.late_logits import keep_logits, keep_logits_reference, mask_logits, mask_logits_reference
-from asyncllm.kernels.logit_adjustment import ADJUSTS, COUNTS, LATE
+from asyncllm.kernels.sampled_rows import ADJUSTS, COUNTS, LATE, LogitRows
 
 ROWS = 7
 
@@ -21,7 +21,7 @@ def test_late_rows_are_kept(vocabulary: int, count: int, device: torch.device, d
     for function in (keep_logits, keep_logits_reference):
         kept = torch.full((ROWS, vocabulary + 3), 7.0, dtype=dtype, device=device)
         number = torch.tensor([count], dtype=torch.int32, device=device)
-        function(kept, logits, rows=rows, num_rows=number, duties=duties.to(device), vocabulary=vocabulary)
+        function(kept, logits, LogitRows(rows, rows, number, vocabulary), duties.to(device))
         results.append(kept)
     assert torch.equal(*results)
     written = [row for row in range(ROWS) if bool((results[0][row, :vocabulary] != 7.0).any())]

@@ -11,16 +11,16 @@ import torch
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
 from asyncllm.engine.plan import RowJoin, RowSampling
 from asyncllm.kernels import logit_adjustment, sampling
-from asyncllm.kernels.logit_adjustment import ADJUSTS, COUNTS, MASKS
+from asyncllm.kernels.sampled_rows import ADJUSTS, COUNTS, MASKS, AdjustedLogits
 from tests.kernels.adjusted_rows import (
     ROWS,
     VOCABULARY,
     Case,
-    arrays_of,
     joined,
     make_logits,
     records_of,
     row_of,
+    rows_of,
     settings_of,
 )
 from tests.kernels.mutants import mutant
@@ -55,11 +55,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def adjust(module: ModuleType, cases: list[Case], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernels, and by the reference; what nobody writes is 7."""
     device = logits.device
-    state, settings, arrays = joined(cases, device), settings_of(cases, device), arrays_of(cases, device)
+    state, settings, where = joined(cases, device), settings_of(cases, device), rows_of(cases, device)
     results = []
     for function in (module.adjust_logits, module.adjust_logits_reference):
         adjusted = torch.full(logits.shape, 7.0, device=device)
-        function(adjusted, logits, settings, state, vocabulary=VOCABULARY, **arrays)
+        function(adjusted, logits, where, settings, state)
         results.append(adjusted)
     return results[0], results[1]
 
@@ -118,13 +118,13 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
         Case(duties=ADJUSTS | COUNTS, seen=SEEN, counted=90),
         Case(duties=ADJUSTS | COUNTS),
     ]
-    arrays = arrays_of(cases, device)
+    where = rows_of(cases, device)
     states = [joined(cases, device), joined(cases, device)]
     for turn in range(3):
         tokens = torch.tensor([299, 100 + turn % 2, 8, 8, 44, 5], dtype=torch.int32, device=device)
-        logit_adjustment.count_tokens(states[0], tokens, **arrays)
-        logit_adjustment.count_tokens_reference(states[1], tokens, **arrays)
-        arrays["positions"] += 1
+        logit_adjustment.count_tokens(states[0], tokens, where)
+        logit_adjustment.count_tokens_reference(states[1], tokens, where)
+        where.positions.add_(1)
     for name in ("fields", "seen", "seen_counts"):
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
     row = row_of(1)
@@ -140,22 +140,21 @@ def test_draws_are_those_of_adjusted_logits(device: torch.device, dtype: torch.d
         for i in range(ROWS)
     ]
     logits = make_logits(len(cases), dtype, device)
-    state, settings, arrays = joined(cases, device), settings_of(cases, device), arrays_of(cases, device)
+    state, settings, where = joined(cases, device), settings_of(cases, device), rows_of(cases, device)
     adjusted = torch.full(logits.shape, torch.nan, device=device)
-    logit_adjustment.adjust_logits(adjusted, logits, settings, state, vocabulary=VOCABULARY, **arrays)
+    logit_adjustment.adjust_logits(adjusted, logits, where, settings, state)
     mixed = logits.float()
-    logit_adjustment.adjust_logits_reference(mixed, logits, settings, state, vocabulary=VOCABULARY, **arrays)
-    expected = sampling.sample_reference(mixed, settings, vocabulary=VOCABULARY, **arrays)
+    logit_adjustment.adjust_logits_reference(mixed, logits, where, settings, state)
+    expected = sampling.sample_reference(mixed, where, settings)
     tokens = torch.full((len(cases) + 1,), -7, dtype=torch.int32, device=device)
     sampling.sample(
         logits,
+        where,
         settings,
         sampling.make_sampling_workspace(len(cases) + 1, VOCABULARY, device),
         token_ids=tokens,
         row_token_ids=torch.zeros(ROWS, dtype=torch.int32, device=device),
-        vocabulary=VOCABULARY,
-        adjusted=sampling.AdjustedLogits(state.integers("duties"), adjusted),
-        **arrays,
+        adjusted=AdjustedLogits(state.integers("duties"), adjusted),
     )
     assert tokens[:-1].tolist() == expected.tolist()
 

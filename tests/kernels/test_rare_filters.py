@@ -11,8 +11,8 @@ import torch
 from asyncllm.engine.execution.sampler import SampledRows, processed
 from asyncllm.engine.plan import RowSampling
 from asyncllm.kernels import rare_filters
-from asyncllm.kernels.logit_adjustment import ADJUSTS, FILTERS
-from tests.kernels.adjusted_rows import VOCABULARY, Case, arrays_of, joined, make_logits, settings_of
+from asyncllm.kernels.sampled_rows import ADJUSTS, FILTERS
+from tests.kernels.adjusted_rows import VOCABULARY, Case, joined, make_logits, rows_of, settings_of
 from tests.kernels.mutants import mutant
 
 PLAIN = Case(duties=ADJUSTS | FILTERS)
@@ -36,11 +36,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(cases: list[Case], logits: torch.Tensor, module: object = rare_filters) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernel, and by the reference: bool [cases, VOCABULARY]."""
     device = logits.device
-    state, settings, arrays = joined(cases, device), settings_of(cases, device), arrays_of(cases, device)
+    state, settings, where = joined(cases, device), settings_of(cases, device), rows_of(cases, device)
     results = []
     for name in ("filter_rare_rows", "filter_rare_rows_reference"):
         adjusted = logits.clone()
-        getattr(module, name)(adjusted, settings, state, vocabulary=VOCABULARY, **arrays)
+        getattr(module, name)(adjusted, where, settings, state)
         assert torch.equal(adjusted[-1], logits[-1])
         torch.testing.assert_close(adjusted[:, VOCABULARY:], logits[:, VOCABULARY:], rtol=0, atol=0, equal_nan=True)
         results.append(adjusted[:-1, :VOCABULARY] > -torch.inf)

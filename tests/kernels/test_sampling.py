@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,23 +10,10 @@ import torch
 
 from asyncllm.engine.execution.sampler import SampledRows
 from asyncllm.engine.execution.sampler import sample as sample_on_cpu
-from asyncllm.kernels import sampling
+from asyncllm.kernels import logit_tiles, sampling, thresholds
+from asyncllm.kernels.sampled_rows import LogitRows
 from tests.kernels.mutants import mutant
-
-VOCABULARY, WIDTH = 1300, 1340  # three tiles, and a tail that is no token
-
-
-@dataclass(frozen=True)
-class Setting:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 1
-    choice: int = 0
-    suppress_before: int = 0
-    suppressed: tuple[int, ...] = ()
-
+from tests.kernels.sampled_cases import VOCABULARY, WIDTH, Setting, make_logits, make_settings, run
 
 SETTINGS = [
     Setting(temperature=0.0, top_k=5, top_p=0.5),
@@ -39,68 +25,6 @@ SETTINGS = [
     Setting(temperature=1.5, top_k=50, top_p=0.6, min_p=0.01, seed=5),
     Setting(top_k=VOCABULARY + 9, seed=6),
 ]
-
-
-def make_settings(module: ModuleType, settings: list[Setting], rows: list[int], device: torch.device) -> Any:
-    """setting i in row rows[i]."""
-    count = max(rows) + 1
-
-    def spread(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        row = torch.zeros((count, *torch.tensor(values).shape[1:]), dtype=dtype)
-        row[rows] = torch.tensor(values, dtype=dtype)
-        return row.to(device)
-
-    signed = [int(np.uint64(each.seed).astype(np.int64)) for each in settings]
-    return module.RowSettings(
-        temperature=spread([each.temperature for each in settings], torch.float32),
-        top_k=spread([each.top_k for each in settings], torch.int32),
-        top_p=spread([each.top_p for each in settings], torch.float32),
-        min_p=spread([each.min_p for each in settings], torch.float32),
-        seed=spread(signed, torch.int64),
-        choice=spread([each.choice for each in settings], torch.int32),
-        suppress_before=spread([each.suppress_before for each in settings], torch.int32),
-        num_suppressed=spread([len(each.suppressed) for each in settings], torch.int32),
-        suppressed=spread([[*each.suppressed, *[0] * (3 - len(each.suppressed))] for each in settings], torch.int32),
-    )
-
-
-def make_logits(count: int, dtype: torch.dtype, *, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
-    logits = scale * torch.randn((count, WIDTH), generator=torch.Generator().manual_seed(seed))
-    logits[:, VOCABULARY:] = 50.0  # what is no token would win
-    return logits.to(dtype)
-
-
-def run(
-    module: ModuleType,
-    logits: torch.Tensor,
-    settings: list[Setting],
-    positions: list[int],
-    *,
-    candidates: int = 4096,
-    spare: int = 1,
-    filters: bool = True,
-) -> tuple[list[int], list[int]]:
-    """Tokens of the kernels, and of the reference; `spare` rows of logits exist beyond those that count."""
-    device, count = logits.device, len(settings)
-    rows = [count + 2 - i for i in range(count)]
-    stored = make_settings(module, settings, rows, device)
-    workspace = module.make_sampling_workspace(count + spare, VOCABULARY, device, candidates)
-    arguments = {
-        "rows": torch.tensor(rows + [0] * spare, dtype=torch.int32, device=device),
-        "positions": torch.tensor(positions + [0] * spare, dtype=torch.int32, device=device),
-        "num_rows": torch.tensor([count], dtype=torch.int32, device=device),
-        "vocabulary": VOCABULARY,
-    }
-    expected = module.sample_reference(logits, stored, **arguments)
-    tokens = torch.full((count + spare,), -7, dtype=torch.int32, device=device)
-    by_row = torch.full((len(stored.seed),), -7, dtype=torch.int32, device=device)
-    module.sample(
-        logits.clone(), stored, workspace, token_ids=tokens, row_token_ids=by_row, filters=filters, **arguments
-    )
-    assert tokens[count:].tolist() == [-7] * spare
-    assert by_row[torch.tensor(rows, device=device)].tolist() == tokens[:count].tolist()
-    assert int((by_row == -7).sum()) == len(by_row) - count
-    return tokens[:count].tolist(), expected.tolist()
 
 
 def test_every_filter(device: torch.device, dtype: torch.dtype) -> None:
@@ -152,17 +76,14 @@ def test_broken_logits_give_some_token(device: torch.device) -> None:
     logits[0] = torch.nan
     logits[1] = torch.inf
     logits[2] = -torch.inf
-    stored = make_settings(sampling, [Setting(), Setting(top_p=0.5), Setting(temperature=0.0)], [0, 1, 2], device)
+    stored = make_settings([Setting(), Setting(top_p=0.5), Setting(temperature=0.0)], [0, 1, 2], device)
     tokens = torch.full((4,), -7, dtype=torch.int32, device=device)
     numbers = torch.arange(4, dtype=torch.int32, device=device)
     sampling.sample(
         logits,
+        LogitRows(numbers, numbers, numbers[3:], VOCABULARY),
         stored,
         sampling.make_sampling_workspace(4, VOCABULARY, device),
-        rows=numbers,
-        positions=numbers,
-        num_rows=numbers[3:],
-        vocabulary=VOCABULARY,
         token_ids=tokens,
         row_token_ids=tokens.clone(),
     )
@@ -183,11 +104,6 @@ def test_equals_the_cpu_sampler(device: torch.device) -> None:
         position=np.array(positions, np.int64),
     )
     assert actual == sample_on_cpu(logits[:, :VOCABULARY].clone(), rows).tolist()
-
-
-def test_generator_gives_the_published_words() -> None:
-    """The known answers of Random123 for counter and key 0, and for all ones."""
-    assert sampling.philox4x32(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
 
 
 @pytest.mark.full
@@ -214,23 +130,45 @@ def test_random_settings(seed: int, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("inside = (slots < listed)[:, None] & (ids < VOCABULARY)", "inside = (slots < listed)[:, None]"),
-        ("ids < VOCABULARY, ADJUSTED)\n    else", "ids < 20 + VOCABULARY, ADJUSTED)\n    else"),
         ("tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)", "tile = tl.program_id(0) + TILES - 1"),
         ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
-        ("before = tl.max(tl.where(tiles < tile", "before = tl.max(tl.where(tiles < tile - 1"),
         ("kept = tl.where(x >= threshold, weights, 0.0)", "kept = tl.where(x > threshold, weights, 0.0)"),
-        ("(above + sums >= need)", "(above + sums + 1.0 >= need)"),
         ("0.0, nucleus * total, threshold", "0.0, nucleus, threshold"),
-        ("tl.load(choice + row), 0)\n        if filtered", "tl.load(choice + row) + 1, 0)\n        if filtered"),
+        ("tl.load(choice + row), 0)", "tl.load(choice + row) + 1, 0)"),
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    settings = [Setting(temperature=0.0), Setting(top_k=2, seed=4), Setting(top_p=0.6, choice=2), Setting(choice=5)]
+    with mutant(sampling, tmp_path, right, wrong) as module:
+        assert not all_as_expected(module, device)
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong"),
+    [
+        (logit_tiles, "ids < VOCABULARY, ADJUSTED)\n    else", "ids < 20 + VOCABULARY, ADJUSTED)\n    else"),
+        (logit_tiles, "before = tl.max(tl.where(tiles < tile", "before = tl.max(tl.where(tiles < tile - 1"),
+        (thresholds, "(above + sums >= need)", "(above + sums + 1.0 >= need)"),
+    ],
+)
+def test_fault_in_what_it_uses_is_caught(
+    module: ModuleType, right: str, wrong: str, tmp_path: Path, device: torch.device
+) -> None:
+    with mutant(module, tmp_path, right, wrong, user=sampling) as user:
+        assert not all_as_expected(user, device)
+
+
+def all_as_expected(module: ModuleType, device: torch.device) -> bool:
+    settings = [
+        Setting(temperature=0.0),
+        Setting(top_p=0.6, seed=1),
+        Setting(top_k=2, seed=4),
+        Setting(choice=5),
+    ]
     logits = make_logits(13, torch.float16, seed=3).to(device)
     logits[0, [40, 45, 1000]] = 20.0
-    with mutant(sampling, tmp_path, right, wrong) as module:
-        outcomes = []
-        for start in (3, 4):
-            actual, expected = run(module, logits, settings, [start] * 4)
-            outcomes.append(actual == expected)
-        assert not all(outcomes)
+    logits[2, 1290] = 9.0  # beside what is no token
+    for start in range(3, 7):
+        actual, expected = run(module, logits, settings, [start] * 4)
+        if actual != expected:
+            return False
+    return True

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asyncllm.kernels import token_scores
+from asyncllm.kernels.sampled_rows import LogitRows
 from tests.kernels.mutants import mutant
 
 VOCABULARY, WIDTH, ROWS, STEPS = 1300, 1340, 7, 3  # three tiles, and a tail that is no token
@@ -41,18 +42,14 @@ def run(
         named[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
     requests = module.ScoreRequests(*(each.to(device) for each in (tops, num_named, named)))
     tokens = torch.tensor([3, 1299, 5, 77, 600, 0, 1], dtype=torch.int32, device=device)
-    arguments = {
-        "turn": torch.tensor([1], dtype=torch.int32, device=device),
-        "rows": torch.tensor([*rows, 0], dtype=torch.int32, device=device),
-        "num_rows": torch.tensor([count], dtype=torch.int32, device=device),
-        "vocabulary": VOCABULARY,
-        "temperature": temperature,
-    }
+    belongs = torch.tensor([*rows, 0], dtype=torch.int32, device=device)
+    where = LogitRows(belongs, belongs, torch.tensor([count], dtype=torch.int32, device=device), VOCABULARY)
+    options = {"turn": torch.tensor([1], dtype=torch.int32, device=device), "temperature": temperature}
     rings = make_ring(device), make_ring(device)
     workspace = module.make_score_workspace(ROWS, VOCABULARY, device)
-    module.score_most_likely(logits, requests, workspace, rings[0], **arguments)
-    module.score_named(logits, requests, workspace, rings[0], tokens, **arguments)
-    module.score_reference(logits, requests, rings[1], tokens, **arguments)
+    module.score_most_likely(logits, where, requests, workspace, rings[0], **options)
+    module.score_named(logits, where, requests, workspace, rings[0], tokens, **options)
+    module.score_reference(logits, where, requests, rings[1], tokens, **options)
     return rings
 
 

@@ -11,6 +11,8 @@ from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs import text_reader
 from asyncllm.outputs.reasoning import (
     REASONING_FORMATS,
+    answers_of,
+    closed_in_prompt,
     guess_reasoning_format,
     make_reasoning_parser,
     opens_in_prompt,
@@ -134,3 +136,14 @@ def test_whether_the_prompt_opens_the_reasoning() -> None:
 @pytest.mark.parametrize("unit", ["<", "\n", "<think>", "</think", "a"])
 def test_time_is_linear(unit: str) -> None:
     check_linear(lambda count: split("deepseek_r1", list(unit * count)), 200)
+
+
+def test_what_follows_the_reasoning_comes_first() -> None:
+    assert [*answers_of("<think>a</think>b</think>")] == ["b</think>", "<think>a</think>b</think>"]
+    assert [*answers_of('{"a":"</think>"}')][-1] == '{"a":"</think>"}'
+    assert [*answers_of("b")] == ["b"]
+
+
+def test_what_a_prompt_ends_with() -> None:
+    assert closed_in_prompt("qwen3", "x<think>\n\n</think>\n\n")
+    assert not closed_in_prompt("qwen3", "x</think> and so on")

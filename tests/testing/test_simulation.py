@@ -19,6 +19,7 @@ from asyncllm.testing.strategies import VOCABULARY, RequestShape, request_shapes
 ROOMY = SchedulerConfig(
     max_num_seqs=8,
     max_batched_tokens=64,
+    mixed_chunk_tokens=16,
     block_size=4,
     num_blocks=200,
     groups=(CacheGroup(),),
@@ -32,6 +33,7 @@ VARIANTS = {
     "run-ahead 2": {"run_ahead": 2, "prefix_caching": True},
     "small chunks": {"max_batched_tokens": 3, "prefix_caching": True},
     "one at a time": {"max_num_seqs": 1},
+    "small chunks beside decoding rows": {"mixed_chunk_tokens": 1, "run_ahead": 1},
     "small pool": {"num_blocks": 12, "run_ahead": 1, "prefix_caching": True},
     "windows": {"groups": (CacheGroup(), CacheGroup(5)), "run_ahead": 2, "num_blocks": 30, "prefix_caching": True},
 }
@@ -89,6 +91,7 @@ def test_storm_of_cancels_leaks_nothing(run_ahead: int, windows: tuple[int | Non
     config = SchedulerConfig(
         max_num_seqs=8,
         max_batched_tokens=40,
+        mixed_chunk_tokens=16,
         block_size=8,
         num_blocks=14 * len(windows),
         groups=tuple(CacheGroup(window) for window in windows),
@@ -135,6 +138,30 @@ def test_replay_finds_a_scheduler_that_is_not_deterministic() -> None:
     simulation.add(next(random_specs(random.Random(3), 40)))
     with pytest.raises(AssertionError, match="replayed plan differs"):
         simulation.finish()
+
+
+class HoldsUp(Scheduler):
+    """Computes a prompt in as few steps as there is room for, whoever decodes meanwhile."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(replace(config, mixed_chunk_tokens=config.max_batched_tokens))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a_scheduler_that_holds_rows_up_is_found(run_ahead: int) -> None:
+    config = replace(ROOMY, mixed_chunk_tokens=4, run_ahead=run_ahead)
+    shape = RequestShape(0, 0, 1, 40, 0, frozenset(), None, 0, None, None)
+    for kind in (Scheduler, HoldsUp):
+        simulation = Simulation(config, VOCABULARY, kind)
+        for request in range(6):
+            simulation.add(shape.spec(request, arrival=0.0, capacity=48))
+        simulation.run(4)
+        simulation.add(replace(shape, own=40, max_tokens=4).spec(6, arrival=0.0, capacity=48))
+        if kind is Scheduler:
+            simulation.finish()
+        else:
+            with pytest.raises(AssertionError, match="6 rows are held up by 40 tokens"):
+                simulation.finish()
 
 
 class Sleeper(Scheduler):

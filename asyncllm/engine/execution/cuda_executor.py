@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
+from asyncllm.engine.execution.cuda_embedder import DeviceText
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
-from asyncllm.engine.execution.logit_sampler import Sampled, places_on
+from asyncllm.engine.execution.logit_sampler import places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
@@ -23,6 +24,7 @@ from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
+from asyncllm.kernels.sampled_rows import LogitRows
 
 logger = logging.getLogger("asyncllm")
 
@@ -217,7 +219,8 @@ class CudaExecutor:
                 return places_on(device, list(numbers), kept)
 
             rows = put(sampling)
-            sampled = Sampled(rows, put(ends[row] for row in sampling), put([len(sampling)]), rows)
+            size = self._program.vocabulary
+            sampled = LogitRows(rows, put(ends[row] for row in sampling), put([len(sampling)]), size)
             return ForkRows(
                 rows=put(ends),
                 positions=put(ends.values()),
@@ -269,6 +272,15 @@ class CudaExecutor:
             self._space.stream.synchronize()
             self._program.turn.fill_(turn)
 
+    def text(self, token_ids: Int32Array) -> DeviceText:
+        """What computes the embedding of a text, on the thread that launches steps. Close it before the executor."""
+        row_blocks = self._rows.tables.shape[2]
+        text = DeviceText(
+            self._space, self._program, self._cache.dtype, token_ids, sizes=self._sizes, row_blocks=row_blocks
+        )
+        self._note_lasting()
+        return text
+
     def close(self, *, faulty: bool) -> None:
         """Give everything back. All steps are complete, or the device is `faulty`."""
         if faulty:
@@ -299,13 +311,16 @@ class CudaExecutor:
         self._settings, self._adjusted, self._requests = now
         if all(old is new for old, new in zip(before, now, strict=True)):
             return
-        if self._memory:
-            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
-            self._memory["workspace"] += self._lasting_bytes - lasting
+        self._note_lasting()
         if all(old is None or old is new for old, new in zip(before, now, strict=True)):
             return  # no graph can hold what was not there
         self._space.stream.synchronize()
         self._drop_graphs()
+
+    def _note_lasting(self) -> None:
+        if self._memory:
+            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
+            self._memory["workspace"] += self._lasting_bytes - lasting
 
     def _edit_tables(self, entries: Int32Array, blocks: Int32Array) -> tuple[Tensor, ...]:
         """The edits that a line of the ring has no room for."""

@@ -18,17 +18,13 @@ from asyncllm.engine.execution.sampler import has_rare_filter
 from asyncllm.engine.execution.step_ring import host_words
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling
 from asyncllm.kernels.logit_adjustment import (
-    ADJUSTS,
-    COUNTS,
     FIELDS,
-    FILTERS,
-    LATE,
-    MASKS,
     RowAdjustments,
     count_tokens,
     join_adjustments,
     make_row_adjustments,
 )
+from asyncllm.kernels.sampled_rows import ADJUSTS, COUNTS, FILTERS, LATE, MASKS, LogitRows
 
 _BIASES = 64
 """Biases that a row has room for at first."""
@@ -128,12 +124,12 @@ class DeviceAdjustments:
                         continue
                     words = host_words(np.array([token_id, chunk.row, position, 1], np.int32), self._device)
                     token, row, place, one = words.view(4, 1)
-                    count_tokens(self.rows, token, rows=row, positions=place, num_rows=one)
+                    count_tokens(self.rows, token, LogitRows(row, place, one, self._vocabulary))
                     kept.append(words)
         return tuple(kept)
 
     def _duties(self, sampling: RowSampling) -> int:
-        """What a row has to do; see `kernels/logit_adjustment.py`."""
+        """What a row has to do; see `kernels/sampled_rows.py`."""
         asks = sampling.logprobs is not None
         filters = has_rare_filter(sampling) or (asks and self.processed_logprobs)
         masks = sampling.allowed is not None or bool(sampling.banned)

@@ -15,7 +15,7 @@ from asyncllm.engine.execution.prompt_scores import PromptPart, prompt_part
 from asyncllm.engine.execution.step_ring import host_words
 from asyncllm.engine.plan import Chunk, Int32Array, LogprobsRequest, RowJoin
 from asyncllm.kernels.row_join import JOIN_SETTINGS, RECORD_WORDS, join_rows
-from asyncllm.kernels.sampling import RowSettings
+from asyncllm.kernels.sampled_rows import RowSettings
 
 _SUPPRESSED = 64
 """Suppressed ids that a row has room for at first."""

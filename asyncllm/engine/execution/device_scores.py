@@ -6,7 +6,7 @@ the tokens of prompts, is left to launches by hand (`told_logits`). Memory is ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncllm.engine.execution.step_ring import host_words
 from asyncllm.engine.plan import Int32Array, LogprobsRequest, RowJoin, TokenScores
+from asyncllm.kernels.sampled_rows import LogitRows
 from asyncllm.kernels.token_scores import (
     MOST_LIKELY,
     ScoreRequests,
@@ -36,32 +37,19 @@ class StepScorer:
     requests: ScoreRequests
     workspace: ScoreWorkspace
     ring: ScoreRing
-    where: Mapping[str, Tensor]
-    vocabulary: int
+    turn: Tensor  # [1] the line of the ring
+    where: LogitRows
 
     def score_most_likely(self, logits: Tensor, heat: Tensor | None) -> None:
         """Before the draw."""
         score_most_likely(
-            logits,
-            self.requests,
-            self.workspace,
-            self.ring,
-            **self.where,
-            vocabulary=self.vocabulary,
-            temperature=heat,
+            logits, self.where, self.requests, self.workspace, self.ring, turn=self.turn, temperature=heat
         )
 
     def score_named(self, logits: Tensor, heat: Tensor | None, token_ids: Tensor) -> None:
         """After it."""
         score_named(
-            logits,
-            self.requests,
-            self.workspace,
-            self.ring,
-            token_ids,
-            **self.where,
-            vocabulary=self.vocabulary,
-            temperature=heat,
+            logits, self.where, self.requests, self.workspace, self.ring, token_ids, turn=self.turn, temperature=heat
         )
 
 
@@ -104,12 +92,11 @@ class DeviceScores:
             return ()
         return [(index, self._asked[row]) for index, row in enumerate(rows.tolist()) if row in self._asked]
 
-    def scorer(self, ring: ScoreRing, turn: Tensor, rows: Tensor, num_rows: Tensor) -> StepScorer | None:
+    def scorer(self, ring: ScoreRing, turn: Tensor, where: LogitRows) -> StepScorer | None:
         """For the step whose turn it is, to a line of this ring. None while no row has asked."""
         if self.requests is None or self.workspace is None:
             return None
-        where = {"turn": turn, "rows": rows, "num_rows": num_rows}
-        return StepScorer(self.requests, self.workspace, ring, where, self._vocabulary)
+        return StepScorer(self.requests, self.workspace, ring, turn, where)
 
     def _tell(self, row: int, words: Int32Array) -> Tensor:
         assert self.requests is not None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from asyncllm.engine.plan import CacheGroup, Int32Array
 from asyncllm.layers.attention import LayerCache
+from asyncllm.layers.weight_memory import take_memory
 
 _MOST_GROUPS = 8
 """Each group costs a block table per row; past this many, cache is better wasted on padding a group."""
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,11 @@ class CacheLayout:
         return held
 
     def allocate(self, num_blocks: int, dtype: torch.dtype) -> Tensor:
-        """[layers_per_group, 2, kv_heads, num_blocks + 1, block_size, head_dim] of zeros in main memory; block 0 is
-        the null block. Memory is taken page by page, when first written.
+        """[layers_per_group, num_blocks + 1, block_size, 2 (keys, values), kv_heads, head_dim] of zeros in main memory;
+        block 0 is the null block. Memory is taken page by page, when first written.
         """
-        shape = (self.layers_per_group, 2, self.num_kv_heads, num_blocks + 1, self.block_size, self.head_dim)
-        size = (num_blocks + 1) * self.block_bytes(dtype)
-        memory = np.zeros(size + _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+        shape = (self.layers_per_group, num_blocks + 1, self.block_size, 2, self.num_kv_heads, self.head_dim)
+        return take_memory((num_blocks + 1) * self.block_bytes(dtype)).view(dtype).view(shape)
 
 
 def make_cache_layout(windows: Sequence[int | None], num_kv_heads: int, head_dim: int, block_size: int) -> CacheLayout:
@@ -82,7 +79,15 @@ def make_cache_layout(windows: Sequence[int | None], num_kv_heads: int, head_dim
     )
 
 
+def allocate_device_cache(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros, the order that kernels read: what
+    is never written is read by masked products, and must be finite.
+    """
+    shape = (layout.layers_per_group, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def copy_blocks(cache: Tensor, pairs: Int32Array) -> None:
     """Copy blocks of all layers: `pairs` [c, 2] of (source, destination); every source is read before any write."""
     source, destination = torch.from_numpy(pairs.T.astype(np.int64))
-    cache[:, :, :, destination] = cache[:, :, :, source]
+    cache[:, destination] = cache[:, source]

@@ -17,20 +17,11 @@ from asyncllm.engine.execution.step_ring import host_words
 from asyncllm.engine.execution.told_logits import StepTold
 from asyncllm.engine.plan import LateSamples, RowBias, RowLogits
 from asyncllm.kernels.late_logits import mask_logits
-from asyncllm.kernels.logit_adjustment import LATE, adjust_logits, count_tokens
+from asyncllm.kernels.logit_adjustment import adjust_logits, count_tokens
 from asyncllm.kernels.rare_filters import filter_rare_rows
-from asyncllm.kernels.sampling import AdjustedLogits, make_sampling_workspace, sample
+from asyncllm.kernels.sampled_rows import LATE, AdjustedLogits, LogitRows
+from asyncllm.kernels.sampling import make_sampling_workspace, sample
 from asyncllm.kernels.token_scores import ScoreRing
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Whose logits are sampled: int32 arrays on the device."""
-
-    rows: Tensor  # [n]
-    positions: Tensor  # [n] of the tokens to be sampled
-    num_rows: Tensor  # [1] how many of them count
-    token_ids: Tensor  # [at least n] where the tokens go
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,55 +69,54 @@ class LogitSampler:
 
     def __init__(self, rows: DeviceRows, num_rows: int, vocabulary: int, device: torch.device) -> None:
         self._rows = rows
-        self._vocabulary = vocabulary
         self._workspace = make_sampling_workspace(num_rows, vocabulary, device)
 
-    def sample(
+    def sample(  # noqa: PLR0913 (whose logits, what they ask for, and where it goes)
         self,
         logits: Tensor,
-        sampled: Sampled,
+        where: LogitRows,
         use: SamplerUse,
         told: Told,
+        *,
+        token_ids: Tensor,
         words: HostWords | None = None,
     ) -> None:
-        """A token for each row of logits [n, at least vocabulary] that counts, to where it belongs and to the row.
+        """A token for each row of logits [n, at least vocabulary] that counts, to token_ids [at least n] and to the
+        row.
 
         `words`: the rows are late ones. Without them late rows draw too, for nothing: their turn is to come.
         """
-        rows, special, size = self._rows, self._rows.adjustments, self._vocabulary
-        where = {"rows": sampled.rows, "positions": sampled.positions, "num_rows": sampled.num_rows}
-        token_ids = sampled.token_ids
+        rows, special = self._rows, self._rows.adjustments
         skip, adjusted = LATE if words is None else 0, None
         if use >= SamplerUse.ADJUSTED and special.rows is not None and special.logits is not None:
             some = special.logits[: len(logits)]
-            adjust_logits(some, logits, rows.settings, special.rows, vocabulary=size, skip=skip, **where)
+            adjust_logits(some, logits, where, rows.settings, special.rows, skip=skip)
             if words is not None:
-                words.apply(some, size)
-            filter_rare_rows(some, rows.settings, special.rows, vocabulary=size, **where)
+                words.apply(some, where.vocabulary)
+            filter_rare_rows(some, where, rows.settings, special.rows)
             adjusted = AdjustedLogits(special.rows.integers("duties"), some)
         source, heat = logits, None
         if special.processed_logprobs and adjusted is not None:
             source, heat = adjusted.logits, rows.settings.temperature
         scorer = None
         if use >= SamplerUse.SCORED and told.ring is not None:
-            scorer = rows.scores.scorer(told.ring, told.turn, sampled.rows, sampled.num_rows)
+            scorer = rows.scores.scorer(told.ring, told.turn, where)
         if scorer is not None:
             scorer.score_most_likely(source, heat)
         if told.step is not None and (places := told.step.whole_places()):
-            told.step.tell_whole(source[:, :size], places, sampled.rows, heat)
+            told.step.tell_whole(source[:, : where.vocabulary], places, where.rows, heat)
         sample(
             logits,
+            where,
             rows.settings,
             self._workspace,
-            vocabulary=size,
             token_ids=token_ids,
             row_token_ids=rows.last_tokens,
             adjusted=adjusted,
             filters=use > SamplerUse.PLAIN,
-            **where,
         )
         if adjusted is not None and special.rows is not None:
-            count_tokens(special.rows, token_ids[: len(logits)], skip=skip, **where)
+            count_tokens(special.rows, token_ids[: len(logits)], where, skip=skip)
         if scorer is not None:
             scorer.score_named(source, heat, token_ids[: len(logits)])
 

@@ -60,6 +60,7 @@ class ModelFacts:
     memory_bytes: Mapping[str, int]  # by kind: weights, cache, workspace
     dtype: str  # of weights and activations: "float32", "bfloat16", …
     device: str  # "cpu", "cuda:0", …
+    mixed_chunk_tokens: int = 256  # prompt tokens that a step computes beside decoding rows for little more time
     prefix_caching: bool = (
         True  # False: what a block holds depends on its prompt's length too (rope), so none is shared
     )

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
-from asyncllm.engine.plan import RowBias, RowLogits, RowSampling
+from asyncllm.engine.plan import Float32Array, RowBias, RowLogits, RowSampling
 
-_NUCLEUS_CANDIDATES = 1024
-"""top_p first looks at this many tokens, and sorts the whole vocabulary only where they do not suffice."""
+_SORTED = 4096
+"""top_p sorts vocabularies up to this size."""
+_BIN_SHIFT = 15
+"""The bits of a float32 that do not tell where top_p counts it: the sign apart, 16 others do."""
+_TILE = 256
+"""Tokens whose weights the draw adds up at once."""
 XTC_STREAM = 1
 """Which of a position's numbers decides over xtc; the draw's own is 0."""
 
@@ -53,12 +57,11 @@ def sample(logits: Tensor, rows: SampledRows) -> NDArray[np.int64]:
     """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place."""
     adjust(logits, rows)
     drawn = np.flatnonzero(rows.temperature > 0)
-    if not len(drawn):
-        return logits.argmax(-1).numpy()
     if len(drawn) == len(rows.temperature):
         return _draw(_filtered(logits, rows, drawn), rows, drawn)
-    token_ids = logits.argmax(-1).numpy()
-    token_ids[drawn] = _draw(_filtered(logits[torch.from_numpy(drawn)], rows, drawn), rows, drawn)
+    token_ids: NDArray[np.int64] = logits.numpy().argmax(-1)  # torch's own takes ten times as long
+    if len(drawn):
+        token_ids[drawn] = _draw(_filtered(logits[torch.from_numpy(drawn)], rows, drawn), rows, drawn)
     return token_ids
 
 
@@ -90,7 +93,10 @@ def processed(logits: Tensor, rows: SampledRows, some: NDArray[np.int64]) -> Ten
 def _filtered(logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> Tensor:
     """A copy of `logits` [drawn, vocabulary] of these rows: over the temperature, -inf where a filter drops a token."""
     # The largest becomes 0 before the division, so that no temperature makes it overflow.
-    scaled = (logits - logits.amax(-1, keepdim=True)).div_(torch.from_numpy(rows.temperature[drawn])[:, None])
+    scaled = logits - logits.amax(-1, keepdim=True)
+    temperature = rows.temperature[drawn]
+    if (temperature != 1).any():
+        scaled.div_(torch.from_numpy(temperature)[:, None])
     top_k, top_p, min_p = rows.top_k[drawn], rows.top_p[drawn], rows.min_p[drawn]
     by_bound = (top_k > 0) | (top_p < 1) | (min_p > 0)
     for row, sampling in rows.rare:
@@ -108,13 +114,24 @@ def _filtered(logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> Te
 
 
 def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of `scaled` [drawn, vocabulary], which is overwritten."""
-    cumulative = scaled.exp_().cumsum(-1)
+    """Of `scaled` [drawn, vocabulary], which is overwritten.
+
+    The first id at which the running sum of the weights reaches its share: found among the sums of tiles, then in one
+    tile. A sum grows only at ids that were kept.
+    """
+    weights, vocabulary = scaled.exp_(), scaled.shape[-1]
+    whole = vocabulary // _TILE * _TILE
+    tiles = weights[:, :whole].view(len(weights), whole // _TILE, _TILE).sum(-1)
+    ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
-    # The first id at which the sum reaches its share; a sum grows only at ids that were kept.
-    target = uniform[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target).squeeze(-1)
-    return found.clamp_(max=scaled.shape[-1] - 1).numpy()  # past the end where a row is not a number
+    target = uniform[:, None] * ends[:, -1:]
+    tile = torch.searchsorted(ends, target).clamp_(max=ends.shape[-1] - 1)  # past the end where a row is not a number
+    before = torch.where(tile > 0, ends.gather(-1, (tile - 1).clamp_(min=0)), 0.0)
+    ids = tile * _TILE + torch.arange(_TILE)
+    sums = weights.gather(-1, ids.clamp(max=vocabulary - 1)).masked_fill_(ids >= vocabulary, 0.0).cumsum(-1)
+    # the tile's weights may add up to less one by one
+    found = torch.searchsorted(sums, torch.minimum(target - before, sums[:, -1:]))
+    return (tile * _TILE + found).squeeze(-1).clamp_(max=vocabulary - 1).numpy()
 
 
 def _lower_bounds(
@@ -140,13 +157,30 @@ def _nucleus_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
     """The logit of the last of the most likely tokens that together have `share` of the mass at or above `floor`."""
     weights = scaled.exp().masked_fill_(scaled < floor[:, None], 0.0)
     wanted = share * weights.sum(-1, dtype=torch.float64)
-    best, ids = weights.topk(min(_NUCLEUS_CANDIDATES, weights.shape[-1]))
-    reached = best.cumsum(-1, dtype=torch.float64)
-    if bool((reached[:, -1] < wanted).any()):
+    if scaled.shape[-1] <= _SORTED:
         best, ids = weights.sort(-1, descending=True)
         reached = best.cumsum(-1, dtype=torch.float64)
-    last = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=reached.shape[-1] - 1)
-    return scaled.gather(-1, ids.gather(-1, last)).squeeze(-1)
+        last = (reached < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=reached.shape[-1] - 1)
+        return scaled.gather(-1, ids.gather(-1, last)).squeeze(-1)
+    rows = zip(scaled.numpy(), weights.numpy(), wanted.tolist(), strict=True)
+    return torch.tensor([_mass_bound(*row) for row in rows], dtype=torch.float32)
+
+
+def _mass_bound(scaled: Float32Array, weights: Float32Array, wanted: float) -> float:
+    """The logit [vocabulary] at which the weights of the most likely tokens add up to `wanted`; none is over 0.
+
+    No sort: the tokens are counted into bins by the upper bits of their logits, and only those of one bin are sorted.
+    """
+    # of a number below 0, the bits without the sign grow as the number falls
+    bins = (scaled.view(np.int32) & 0x7FFFFFFF) >> _BIN_SHIFT
+    reached = np.bincount(bins, weights).cumsum()  # float64
+    bin = min(int(reached.searchsorted(wanted)), int(bins.max()))
+    tokens = np.flatnonzero(bins == bin)
+    if not len(tokens):  # they are not numbers
+        return -np.inf
+    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
+    held = weights[tokens].cumsum(dtype=np.float64) + (reached[bin - 1] if bin else 0.0)
+    return float(scaled[tokens[min(int(held.searchsorted(wanted)), len(tokens) - 1)]])
 
 
 def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
@@ -164,10 +198,9 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
         last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
         scaled[distance > nearest.values[last]] = -torch.inf
     if sampling.top_p < 1:
-        best = scaled.sort(descending=True).values
-        held = best.double().softmax(-1).cumsum(-1)
-        last = min(int((held < np.float32(sampling.top_p)).sum()), len(scaled) - 1)
-        scaled[scaled < best[last]] = -torch.inf
+        weights = scaled.exp()
+        wanted = float(np.float32(sampling.top_p)) * float(weights.sum(dtype=torch.float64))
+        scaled[scaled < _mass_bound(scaled.numpy(), weights.numpy(), wanted)] = -torch.inf
     if sampling.min_p > 0:
         scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
     if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):

@@ -18,6 +18,10 @@ from asyncllm.models.llama import Llama
 _BLOCK_SIZE = 16
 _BATCHED_TOKENS = 512
 """Enough for a prompt's matrix products to be efficient, few enough for other rows not to wait long."""
+_CPU_CHUNK = 64
+_LEAST_GPU_CHUNK, _MOST_GPU_CHUNK = 256, 1024
+_GPU_CHUNK_BYTES = 1 << 42
+"""Bytes of weights times tokens: 256 of a model of 8 billion parameters in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,18 @@ class Sizes:
             memory_bytes=memory_bytes,
             dtype=dtype_name(placement.dtype),
             device=str(placement.device),
+            mixed_chunk_tokens=mixed_chunk_tokens(placement.device, model.weight_bytes()),
             prefix_caching=not model.rotary.length_dependent,
         )
+
+
+def mixed_chunk_tokens(device: torch.device, weight_bytes: int) -> int:
+    """How many prompt tokens a step may compute beside decoding rows without holding them up: on a GPU some 5 ms of an
+    H200, but no fewer than are computed while the weights are read anyway."""
+    if device.type == "cpu":
+        return _CPU_CHUNK
+    affordable: int = 1 << max(1, _GPU_CHUNK_BYTES // weight_bytes).bit_length() - 1
+    return min(max(affordable, _LEAST_GPU_CHUNK), _MOST_GPU_CHUNK)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

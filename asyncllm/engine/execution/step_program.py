@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.kv_cache import CacheLayout
-from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Sampled, Told, places_on
+from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Told, places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.execution.told_logits import StepTold, tell_prompts
@@ -25,10 +25,12 @@ from asyncllm.kernels.attention_plan import (
     LEAST_SHARED,
     AttentionPlan,
     AttentionShape,
+    Sequences,
     make_attention_plan,
     plan_attention,
 )
 from asyncllm.kernels.late_logits import keep_logits
+from asyncllm.kernels.sampled_rows import LogitRows
 from asyncllm.kernels.step_layout import lay_out_step, make_step_arrays
 from asyncllm.kernels.token_output import put_out_tokens
 from asyncllm.kernels.token_scores import ScoreRing
@@ -54,7 +56,7 @@ class ForkRows:
     first: int  # how many samples the step has without them
     total: Tensor  # [1] with them
     places: Tensor | None  # [s] of those that sample now: of their logits
-    sampled: Sampled  # the same ones
+    sampled: LogitRows  # the same ones
     keeping: Tensor | None  # [k] those that keep logits
     keeping_places: Tensor  # [k]
     kept: tuple[Tensor, ...]
@@ -67,6 +69,21 @@ class ByHand:
     told: StepTold | None = None  # log-probabilities of whole rows
     reader: PromptReader | None = None  # and of prompts
     forks: ForkRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Some tokens of a text that is no request, on the device; integers are int32. See `cuda_embedder`."""
+
+    token_ids: Tensor  # [n]; those beyond num_tokens fill it up
+    positions: Tensor  # [n]
+    rows: Tensor  # [n] zeros: its tables have one row
+    lengths: Tensor  # [n] of the whole text
+    num_tokens: Tensor  # [1]
+    last: Tensor  # [1] the last one that counts
+    sequences: Sequences  # the one
+    tables: Tensor  # [groups, 1, blocks of a row]
+    cache: Tensor  # its own, as the engine's
 
 
 class StepProgram:
@@ -83,7 +100,7 @@ class StepProgram:
         deterministic: bool = False,
     ) -> None:
         self._model = model
-        self._layout = layout
+        self.layout = layout
         self._cache = cache
         self._rows = rows
         self._ring = ring
@@ -95,6 +112,16 @@ class StepProgram:
         self._late_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._none = torch.zeros(1, dtype=torch.int32, device=device)
         self._sampler = LogitSampler(rows, num_rows, model.config.vocab_size, device)
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a row."""
+        return self._model.config.vocab_size
+
+    @property
+    def max_sequences(self) -> int:
+        """Rows that a step computes at most."""
+        return self._ring.layout.rows
 
     def sampled(self, kind: StepKind) -> int:
         """How many rows of logits a step of this kind computes."""
@@ -115,7 +142,7 @@ class StepProgram:
         )
         for window, plan in self._plans.items():
             # prefixes are shared where all layers of a plan look up the same table
-            users = [group for group, each in enumerate(self._layout.groups) if each.window == window]
+            users = [group for group, each in enumerate(self.layout.groups) if each.window == window]
             table = rows.tables[users[0]] if len(users) == 1 else None
             plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
         batch = self._batch(kind)
@@ -133,6 +160,24 @@ class StepProgram:
         told.prompts = tell_prompts(reader.parts, features[count:], self._model.head)
         return self._model.head(features[:count])
 
+    def text_features(self, chunk: TextChunk) -> Tensor:
+        """Compute a chunk into its own cache; the features [1, hidden] of its last token."""
+        for plan in self._plans.values():  # of the step that comes next, which makes them anew
+            plan_attention(plan, chunk.sequences, tokens=len(chunk.token_ids), overlap=True)
+        groups = zip(self.layout.groups, chunk.tables, strict=True)
+        batch = ForwardBatch(
+            token_ids=chunk.token_ids,
+            positions=chunk.positions,
+            lengths=chunk.lengths if self._model.rotary.length_dependent else None,
+            sampled=chunk.last,
+            attention=tuple(
+                PagedBatch(chunk.positions, chunk.rows, chunk.num_tokens, table, self._plans[group.window], True)
+                for group, table in groups
+            ),
+            cache=chunk.cache,
+        )
+        return self._model.features(batch)
+
     def skip(self) -> None:
         """In place of a step that computes nothing."""
         put_out_tokens(self._ring.tokens, self.turn, self._token_ids, self._none)
@@ -146,32 +191,25 @@ class StepProgram:
         positions = rows.next_positions.index_select(0, where)
         self._sampler.sample(
             kept.index_select(0, where),
-            Sampled(where, positions, places_on(device, [count], words.kept), self._late_ids),
+            LogitRows(where, positions, places_on(device, [count], words.kept), self.vocabulary),
             max(use, SamplerUse.ADJUSTED),
             Told(self.turn, rows.scores.late_ring, told),
-            words,
+            token_ids=self._late_ids,
+            words=words,
         )
         self._ring.late_tokens[turn, :count].copy_(self._late_ids[:count], non_blocking=True)
         return words.kept
 
     def _sample(self, logits: Tensor, kind: StepKind, by_hand: ByHand | None) -> Tensor:
         """Returns how many tokens there are."""
-        arrays, rows, size = self._arrays, self._rows, self._model.config.vocab_size
-        sampled = Sampled(arrays.sampled_rows, arrays.sampled_positions, arrays.num_sampled, self._token_ids)
+        arrays, rows, size = self._arrays, self._rows, self.vocabulary
+        sampled = LogitRows(arrays.sampled_rows, arrays.sampled_positions, arrays.num_sampled, size)
         special = rows.adjustments
         if kind.use >= SamplerUse.ADJUSTED and special.rows is not None and special.kept is not None:
-            duties = special.rows.integers("duties")
-            keep_logits(
-                special.kept,
-                logits,
-                rows=sampled.rows,
-                num_rows=sampled.num_rows,
-                duties=duties,
-                vocabulary=size,
-            )
+            keep_logits(special.kept, logits, sampled, special.rows.integers("duties"))
         forked = None if by_hand is None or by_hand.forks is None else self._fork(logits, by_hand.forks)
         told = Told(self.turn, rows.scores.ring, None if by_hand is None else by_hand.told)
-        self._sampler.sample(logits, sampled, kind.use, told)
+        self._sampler.sample(logits, sampled, kind.use, told, token_ids=self._token_ids)
         if by_hand is None or by_hand.forks is None or forked is None:
             return sampled.num_rows
         forks, ring = by_hand.forks, rows.scores.ring
@@ -184,7 +222,7 @@ class StepProgram:
                 ring.named_ranks[:, first:],
             )
         # through a buffer that begins where all do: a kernel is compiled anew for a pointer of another alignment
-        self._sampler.sample(forked, replace(forks.sampled, token_ids=self._late_ids), kind.use, Told(self.turn, ring))
+        self._sampler.sample(forked, forks.sampled, kind.use, Told(self.turn, ring), token_ids=self._late_ids)
         self._token_ids[first : first + len(forked)].copy_(self._late_ids[: len(forked)])
         return forks.total
 
@@ -202,7 +240,7 @@ class StepProgram:
         lengths: Tensor | None = None
         if self._model.rotary.length_dependent:
             lengths = torch.maximum(self._rows.prompt_tokens.index_select(0, rows), positions + 1)
-        groups = zip(self._layout.groups, self._rows.tables, strict=True)
+        groups = zip(self.layout.groups, self._rows.tables, strict=True)
         return ForwardBatch(
             token_ids=arrays.token_ids[some],
             positions=positions,

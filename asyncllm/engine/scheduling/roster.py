@@ -31,6 +31,7 @@ class Roster:
         self._in_flight = in_flight
         self._requests: dict[int, Request] = {}
         self._waiting: OrderedQueue[Order, Request] = OrderedQueue()
+        self._waiting_tokens = 0  # of their prompts
         self._deadlines: OrderedQueue[tuple[float, int], Request] = OrderedQueue()
         self._following: dict[int, Request] = {}
         self._draining: list[Request] = []  # ENDED or PREEMPTED, and in a launched step
@@ -48,6 +49,15 @@ class Roster:
     def first_waiting(self) -> Request | None:
         """The next request to admit."""
         return self._waiting.first
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that could be admitted now, were there rows and blocks for all."""
+        return len(self._waiting)
+
+    def waiting_tokens(self, rows: int) -> int:
+        """About how many prompt tokens so many rows would get if they went to waiting requests."""
+        return self._waiting_tokens * min(rows, len(self._waiting)) // max(1, len(self._waiting))
 
     @property
     def next_deadline(self) -> float | None:
@@ -93,10 +103,18 @@ class Roster:
             self._following[request.id] = request
             leader.followers.append(request)
         else:
-            self._waiting.add(request.order, request)
+            self._enqueue(request)
         self._stop_ids.update(request.spec.stop_token_ids)
         if request.spec.deadline is not None:
             self._deadlines.add((request.spec.deadline, request.id), request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.add(request.order, request)
+        self._waiting_tokens += len(request.spec.token_ids)
+
+    def _dequeue(self, request: Request) -> None:
+        self._waiting.remove(request.order)
+        self._waiting_tokens -= len(request.spec.token_ids)
 
     def take_followers(self, leader: Request) -> list[Request]:
         """Who follows the leader does so no longer: each of them is to be forked or queued."""
@@ -116,11 +134,11 @@ class Roster:
     def queue(self, request: Request) -> None:
         """A follower waits on its own."""
         request.phase = Phase.WAITING
-        self._waiting.add(request.order, request)
+        self._enqueue(request)
 
     def admit(self, request: Request, position: int) -> int:
         """Give the request a row that begins at `position`, from waiting to running."""
-        self._waiting.remove(request.order)
+        self._dequeue(request)
         request.phase = Phase.RUNNING
         request.computed = position
         return self._rows.take(request, position)
@@ -142,7 +160,7 @@ class Roster:
     def end(self, request: Request, reason: FinishReason | None, stop_token_id: int | None = None) -> None:
         """End a live request. `reason` is None where its step failed: then `take_ended` does not tell of it."""
         if request.phase is Phase.WAITING:
-            self._waiting.remove(request.order)
+            self._dequeue(request)
         if request.phase is Phase.FOLLOWING:
             del self._following[request.id]
         if request.followers:
@@ -188,7 +206,7 @@ class Roster:
                 request.computed = 0
                 request.caught_up = False
                 request.phase = Phase.WAITING
-                self._waiting.add(request.order, request)
+                self._enqueue(request)
             else:
                 del self._requests[request.id]
                 self._released.append(request.id)

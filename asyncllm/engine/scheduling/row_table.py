@@ -93,6 +93,11 @@ class RowTable:
         return self._holders.values()
 
     @property
+    def num_kept(self) -> int:
+        """How many late rows have logits to sample from."""
+        return len(self._kept)
+
+    @property
     def num_ready(self) -> int:
         """How many late rows can be sampled in the next plan."""
         return len(self._ready)
@@ -156,6 +161,10 @@ class RowTable:
             request.last_step = self._last_step
             self._lagging[request.id] = request
             self._snapshot = None
+
+    def use_logits(self, request: Request) -> None:
+        """The next plan samples a ready row from its logits, and leaves it others."""
+        del self._ready[request.id]
 
     def keep_logits(self, request: Request) -> None:
         """The last plan leaves the late row logits to sample from."""

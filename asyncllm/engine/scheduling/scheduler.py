@@ -31,7 +31,8 @@ tokens like any others. Until then the row is left out of plans.
    request, or waits for those that are on their way; so the most important request always gets on, and alone it
    fits (`check_admissible`, and its limit). A request is admitted when all its known tokens have blocks and
    every running row can have one more; the first in the queue is never passed over. There are at most as many
-   rows as positions in a step, so a lagging row always has a share of it.
+   rows as positions in a step, so some known token is always computed.
+7. Beside decoding rows a step computes only so many known tokens that they do not wait long (`chunk_limit`).
 """
 
 from __future__ import annotations
@@ -243,10 +244,11 @@ class Scheduler:
             if request.phase is not Phase.ENDED:
                 self.cache.remember(request, request.applied)
         for sample in step.late[: step.late_decoding]:
-            request = sample.request
-            request.computed = min(sample.end, request.known)  # not a token that came after the request's end
-            if request.phase is not Phase.ENDED:
-                self.cache.remember(request, request.applied)
+            request, request.computed = sample.request, sample.end
+            if request.phase is Phase.ENDED:
+                request.computed = min(sample.end, request.known)  # not a token that came after its end
+            elif sample.end % self.config.block_size == 0:
+                self.cache.remember(request, sample.end)
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()

@@ -114,13 +114,13 @@ class StepDraft:
         if not samples:
             return None
         adjustments = [sample.adjustment for sample in samples]
-        words = next((len(a.mask) for a in adjustments if a.mask is not None), None)
+        given = [a.mask for a in adjustments if a.mask is not None]
         masks = None
-        if words is not None:
-            masks = np.full((len(samples), words), ALL_LEGAL, np.uint32)
-            for mask, adjustment in zip(masks, adjustments, strict=True):
-                if adjustment.mask is not None:
-                    mask[:] = adjustment.mask
+        if len(given) == len(samples):
+            masks = np.concatenate(given).reshape(len(samples), -1)
+        elif given:
+            masks = np.full((len(samples), len(given[0])), ALL_LEGAL, np.uint32)
+            masks[[a.mask is not None for a in adjustments]] = given
         return LateSamples(
             rows=np.array([sample.row for sample in samples], np.int32),
             decoding=len(self.late),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from asyncllm.engine.plan import Chunk, Fork
+from asyncllm.engine.scheduling.chunk_limit import ChunkLimit
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.roster import Roster
@@ -29,18 +30,36 @@ class StepPlanner:
         self._sampled: list[Request] = []  # by a chunk of the last plan: steady from the next one on
         self._finals: list[Request] = []  # of the last plan: they leave their rows before the next one
         self._blocked: tuple[Request, int] | None = None  # the first in the queue, and the blocks it demands
+        self._limit = ChunkLimit(config.mixed_chunk_tokens)
+        self._fresh = 1.0  # the share of prompts that no cache has, of the last ones
         self.prompt_tokens = 0  # of requests that were scheduled, cached ones included
         self.prompt_tokens_cached = 0
 
     def draft(self, step: int, now: float) -> StepDraft:
         """What the step will do beside the next position of each steady row."""
         self._turn_rows()
-        rows = self._rows
-        draft = StepDraft(step, now, self._config.max_batched_tokens - rows.num_steady - rows.num_ready)
+        budget = self._budget()
+        draft = StepDraft(step, now, budget)
         if self._plan_running(draft):
             self._plan_waiting(draft)
+        self._limit.took(budget - draft.budget)
         self._finals = draft.finals
         return draft
+
+    def _budget(self) -> int:
+        """How many known tokens the step may compute."""
+        rows, room = self._rows, self._config.max_batched_tokens - self._rows.num_steady - self._rows.num_ready
+        first = self._roster.first_waiting
+        if first is None and not rows.lagging():
+            self._limit.rest()
+            return room
+        lagging = [tokens for request in rows.lagging() if (tokens := request.known - rows.position(request)) > 0]
+        waiting, requests = sum(lagging), len(lagging)
+        if first is not None and (self._blocked is None or self._blocked[0] is not first):
+            waiting += int(self._fresh * self._roster.waiting_tokens(rows.free))
+            requests += min(rows.free, self._roster.num_queued)
+        most = self._limit.tokens(waiting, requests, rows.num_steady + rows.num_kept)
+        return room if most is None else min(room, most)
 
     def grown(self, request: Request) -> None:
         """A request knows more tokens than before, without a step."""
@@ -96,20 +115,21 @@ class StepPlanner:
         position, adjustment = self._rows.position(request), request.adjustment
         assert adjustment is not None
         assert request.row is not None
-        last = position + 1 == request.limit
-        if not last:
-            if not self._make_place(request, position + 1):
-                return False
-            self._cache.grow(request, position + 1, draft)
-        self._rows.lose_logits(request)
-        request.adjustment, request.coming = None, True
-        end = position if last else position + 1
-        (draft.late_finals if last else draft.late).append(LateSample(request, request.row, adjustment, end))
-        self._rows.advance_to(request, end, draft.step)
-        if last:
+        sample = LateSample(request, request.row, adjustment, position + 1)
+        if sample.end == request.limit:
+            draft.late_finals.append(sample._replace(end=position))
+            self._rows.lose_logits(request)
+            self._rows.advance_to(request, position, draft.step)
             self._finalize(request, draft)
         else:
-            self._rows.keep_logits(request)
+            if self._cache.covered(request) <= position:
+                if not self._make_place(request, position + 1):
+                    return False
+                self._cache.grow(request, position + 1, draft)
+            draft.late.append(sample)
+            self._rows.use_logits(request)
+            self._rows.advance_to(request, position + 1, draft.step)
+        request.adjustment, request.coming = None, True
         return True
 
     def _plan_chunk(self, request: Request, draft: StepDraft) -> bool:
@@ -193,6 +213,7 @@ class StepPlanner:
             self._blocked = (request, demand)
             return False
         row = self._roster.admit(request, hit.positions)
+        self._fresh += (1 - hit.positions / request.known - self._fresh) / 8
         draft.joins.append(request.join(row))
         self._cache.open(request, hit, draft)
         if request.first_scheduled is None:

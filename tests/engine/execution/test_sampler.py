@@ -120,13 +120,26 @@ def test_greedy_and_drawn_rows_together() -> None:
     assert [tokens[1], tokens[3]] == [draw(logits[i : i + 1], [rows[i]])[0] for i in (1, 3)]
 
 
-def test_a_large_nucleus_needs_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first candidates hold too little of a flat distribution."""
-    monkeypatch.setattr(sampler, "_NUCLEUS_CANDIDATES", 8)
-    logits = np.random.default_rng(0).standard_normal((1, 400)) * 0.1
-    for position in range(200):
-        row = Row(top_p=0.9, position=position)
-        check(logits[0], row, draw(logits, [row])[0])
+@pytest.mark.parametrize(("spread", "steps"), [(0.1, 0), (3.0, 0), (30.0, 0), (0.0, 0), (2.0, 8)])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.9999])
+def test_the_nucleus_is_what_a_sort_finds(spread: float, steps: int, share: float) -> None:
+    """Flat and steep distributions, equal logits, many ties; whole rows of a vocabulary, some of it banned."""
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal((6, 20_000)) * spread
+    if steps:
+        logits = np.round(logits * steps) / steps
+    logits = logits.astype(np.float32)
+    logits[:, ::3] = -np.inf
+    scaled = torch.from_numpy(logits - logits.max(-1, keepdims=True))
+    floor = torch.tensor([-torch.inf, -0.5, -5.0, -50.0, -torch.inf, -1.0])
+    bounds = sampler._nucleus_bounds(scaled, floor, torch.full((6,), share, dtype=torch.float64)).numpy()
+    for row, low, bound in zip(scaled.double().numpy(), floor.numpy(), bounds, strict=True):
+        order = np.sort(row[row >= low])[::-1]
+        held = np.exp(order).cumsum() / np.exp(order).sum()
+        at = int(np.flatnonzero(order == np.float64(bound))[-1])
+        assert held[at] >= share - 1e-6
+        first = int(np.flatnonzero(order == np.float64(bound))[0])
+        assert first == 0 or held[first - 1] < share + 1e-6
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])

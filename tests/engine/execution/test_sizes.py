@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.sizes import Sizes, choose_sizes
+from asyncllm.engine.execution.sizes import Sizes, choose_sizes, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.models.registry import read_model_config
@@ -93,3 +93,11 @@ def test_windows_need_less() -> None:
 @pytest.mark.parametrize(("rows", "tokens", "expected"), [(256, None, 512), (1024, None, 1024), (256, 100, 100)])
 def test_tokens_of_a_step(rows: int, tokens: int | None, expected: int) -> None:
     assert sizes(max_num_seqs=rows, max_batched_tokens=tokens).max_batched_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "expected"),
+    [("cuda", 1.2e9, 1024), ("cuda", 8e9, 512), ("cuda", 16.1e9, 256), ("cuda", 140e9, 256), ("cpu", 1e8, 64)],
+)
+def test_tokens_beside_decoding_rows(device: str, weights: float, expected: int) -> None:
+    assert mixed_chunk_tokens(torch.device(device), int(weights)) == expected

@@ -36,6 +36,7 @@ def make_config(**changes: Any) -> SchedulerConfig:
     fields: dict[str, Any] = {
         "max_num_seqs": 4,
         "max_batched_tokens": 64,
+        "mixed_chunk_tokens": 64,
         "block_size": 4,
         "num_blocks": 32,
         "groups": (FULL,),

@@ -68,6 +68,10 @@ class Hand:
                 return
             self.complete()
 
+    def finish_one(self, request: int) -> None:
+        self.scheduler.finish(request, FinishReason.ABORT)
+        self.check()
+
     def check(self) -> None:
         self.scheduler.check_integrity()
         self.ended.update((ended.request, ended) for ended in self.scheduler.take_ended())
@@ -188,6 +192,46 @@ def test_prefill_goes_on_among_decoders() -> None:
         hand.launch()
         hand.complete()
     assert 9 in hand.ended
+
+
+def mixed(hand: Hand, steps: int) -> list[tuple[int, int]]:
+    """Decoding rows and known tokens of each of so many steps."""
+    seen = []
+    for _ in range(steps):
+        plan = hand.must_launch()
+        seen.append((len(plan.decode_rows), sum(len(chunk.token_ids) for chunk in plan.chunks)))
+        hand.complete()
+    return seen
+
+
+SIZES = {"max_batched_tokens": 128, "mixed_chunk_tokens": 8, "max_model_len": 400, "num_blocks": 800, "run_ahead": 0}
+
+
+def test_a_prompt_that_comes_alone_is_computed_in_small_chunks() -> None:
+    hand = Hand(max_num_seqs=16, **SIZES)
+    for request in range(8):
+        hand.add(request, [request], max_tokens=60)
+    hand.launch()
+    hand.complete()
+    hand.add(8, range(100, 150), max_tokens=60)
+    assert mixed(hand, 8) == [(8, 8)] * 6 + [(8, 2), (9, 0)]
+
+
+def test_a_burst_ends_in_chunks_as_large_as_it_began() -> None:
+    hand = Hand(max_num_seqs=16, **SIZES)
+    for request in range(16):
+        hand.add(request, range(32 * request, 32 * request + 32), max_tokens=60)
+    assert mixed(hand, 5) == [(0, 128), (4, 124), (7, 121), (11, 117), (15, 22)]
+
+
+def test_a_cached_beginning_is_not_waited_for() -> None:
+    hand = Hand(max_num_seqs=16, **SIZES)
+    for request in range(16):
+        hand.add(request, [*range(64), 100 + request], max_tokens=150)
+    hand.run(10)
+    hand.finish_one(3)
+    hand.add(16, [*range(64), *range(200, 212)], max_tokens=60)
+    assert mixed(hand, 2) == [(15, 9), (15, 3)]
 
 
 @RUN_AHEAD

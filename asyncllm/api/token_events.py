@@ -1,0 +1,177 @@
+"""TokenEvents: what streams of tokens say, as prepared bytes.
+
+Tokens are rendered in the very call that tells of them, before any task runs. Where the server takes bytes without a
+task too, they are sent in that call (`pour`); else the task that sends wakes up once for all that has come together,
+and finds its bytes (`async for`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from types import coroutine
+from typing import Any, Self
+
+from asyncllm.api.generation import Generation
+from asyncllm.results import TokenDelta
+
+Send = Callable[[bytes], Coroutine[Any, Any, None]]
+
+
+class TokenEvents:
+    """The events of a request's streams, for one task that sends them. They end behind the last token of all streams,
+    or behind an error."""
+
+    __slots__ = (
+        "_alone", "_begun", "_called", "_closed", "_fail", "_first", "_loop", "_more", "_render", "_seen",
+        "_send", "_sender", "_streams",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        generation: Generation,
+        render: Callable[[TokenDelta, int], str],
+        fail: Callable[[Exception], str],
+        *,
+        n: int = 1,
+        first: str = "",
+    ) -> None:
+        """`render`: the events of a delta, with the position of its stream. `fail`: the event of an error. `n`: choices
+        of each stream. `first`: what comes before all deltas."""
+        self._seen = generation.seen
+        self._render = render
+        self._fail = fail
+        self._streams = dict(enumerate(generation.streams))  # those that have not ended, by their positions
+        self._alone = generation.streams[0] if n == len(generation.streams) == 1 else None
+        self._first = first
+        self._loop = asyncio.get_running_loop()
+        self._send: Send | None = None  # None: the task sends
+        self._sender: asyncio.Future[Any] = asyncio.Future(loop=self._loop)  # what the task waits for
+        self._begun = False
+        self._more = False  # something came while the sender was busy
+        self._called = False  # a call that delivers is on its way
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> asyncio.Future[bytes]:
+        self._sender = asyncio.Future(loop=self._loop)
+        self._ask()
+        return self._sender
+
+    async def pour(self, send: Send) -> None:
+        """Send everything. `send` is called where tokens arrive, outside of any task; only for what it cannot send at
+        once it is gone on with here."""
+        self._send = send
+        try:
+            while True:
+                self._sender = asyncio.Future(loop=self._loop)
+                self._ask()
+                await _rest(*await self._sender)
+        except StopAsyncIteration:
+            return
+        except asyncio.CancelledError:
+            if self._sender.done() and not self._sender.cancelled() and self._sender.exception() is None:
+                self._sender.result()[0].close()  # begun, and maybe not yet gone on with
+            raise
+
+    async def aclose(self) -> None:
+        """Nobody sends any more."""
+        self._closed = True
+        self._streams.clear()
+
+    # --- as the streams' `Waiter` ---
+
+    def done(self) -> bool:
+        """It is told until it is closed."""
+        return self._closed
+
+    def set_result(self, result: None, /) -> None:
+        """A stream has something to take. Where others may have too, all goes out at the end of the loop's turn."""
+        if self._sender.done():
+            self._more = True
+        elif self._alone is None:
+            self._deliver_soon()
+        else:
+            self._deliver()
+
+    def _ask(self) -> None:
+        """The sender is free."""
+        if not self._begun:
+            self._begun = True
+            for stream in self._streams.values():
+                self._more |= not stream.arm(self)
+            if self._first:
+                return self._hand_out(self._first)
+        if self._more:
+            self._deliver_soon()  # not at once: a sender that is slower than the engine lets others have their turn
+        elif not self._streams:
+            self._sender.set_exception(StopAsyncIteration())
+        return None
+
+    def _deliver_soon(self) -> None:
+        if not self._called:
+            self._called = True
+            self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._called = False
+        if self._sender.done():  # it was cancelled
+            return
+        self._more = False
+        if text := self._take():
+            self._hand_out(text)
+        elif not self._streams:
+            self._sender.set_exception(StopAsyncIteration())
+
+    def _take(self) -> str:
+        """All events of what is there."""
+        text = ""
+        try:
+            if self._alone is not None:  # one delta has all that is new
+                delta = self._alone.take()
+                return "" if delta is None else self._events(delta, 0)
+            for position, stream in tuple(self._streams.items()):
+                while position in self._streams and (delta := stream.take()) is not None:
+                    text += self._events(delta, position)
+        except Exception as error:
+            self._streams.clear()
+            text += self._fail(error)
+        return text
+
+    def _events(self, delta: TokenDelta, position: int) -> str:
+        text = self._render(delta, position)
+        self._seen(delta, position)
+        if delta.usage is not None:
+            del self._streams[position]
+        return text
+
+    def _hand_out(self, text: str) -> None:
+        if self._send is None:
+            return self._sender.set_result(text.encode())
+        sending = self._send(text.encode())
+        try:
+            awaited = sending.send(None)
+        except StopIteration:  # all is sent
+            self._ask()
+        except Exception as error:
+            self._sender.set_exception(error)
+        else:
+            self._sender.set_result((sending, awaited))
+        return None
+
+
+@coroutine
+def _rest(sending: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that was begun elsewhere, and has come to where it waits."""
+    try:
+        while True:
+            try:
+                given = yield awaited
+            except BaseException as error:
+                awaited = sending.throw(error)
+            else:
+                awaited = sending.send(given)
+    except StopIteration:
+        return

@@ -1,0 +1,49 @@
+"""ChunkLimit: how many known tokens a step computes beside the rows that decode.
+
+A decoding row waits for the whole step, so what is computed for others is in the time between two of its tokens. A
+small step is bound by reading weights, and computes some tokens more for little; so a prompt that comes alone is
+computed in small chunks. But each step more costs its fixed part, and who waits for a prompt produces nothing. So of
+all that waits a step may compute the share that the waiting requests have among all that run: a burst goes through in
+large chunks, and where nobody decodes there is no limit.
+"""
+
+from __future__ import annotations
+
+
+def step_size(tokens: int) -> int:
+    """The smallest 2ⁿ or 3 · 2ⁿ that is not smaller: of these sizes a GPU has graphs ready, and fills steps up."""
+    power = 1 << max(0, tokens - 1).bit_length()
+    return 3 * power // 4 if power >= 4 and tokens <= 3 * power // 4 else power
+
+
+class ChunkLimit:
+    """Asked and told of every step. No clock: a function of counts."""
+
+    def __init__(self, small: int) -> None:
+        """`small`: so many tokens hold nobody up for long."""
+        self._small = small
+        self._piece = 0
+        self._left = 0  # tokens of what is computed in pieces of this size
+
+    def tokens(self, waiting: int, requests: int, decoding: int) -> int | None:
+        """The most that the next step may compute of `waiting` known tokens of so many requests, beside `decoding`
+        rows; None: no limit.
+
+        The share is taken when the tokens are first seen, and stays until so many are computed: a burst ends in pieces
+        as large as it began. What comes meanwhile can make them larger only.
+        """
+        piece = -(-waiting * requests // max(1, requests + decoding))
+        self._left = min(self._left, waiting)  # some were cached, or are not asked for any more
+        if self._left <= 0 or piece > self._piece:
+            self._piece, self._left = piece, waiting
+        if not decoding:
+            return None
+        return step_size(decoding + max(self._small, self._piece)) - decoding
+
+    def took(self, tokens: int) -> None:
+        """The step computes so many of them."""
+        self._left -= tokens
+
+    def rest(self) -> None:
+        """Nothing waits."""
+        self._left = 0

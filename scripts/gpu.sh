@@ -1,0 +1,118 @@
+#!/bin/sh
+# Checks and measures on a machine with an NVIDIA GPU, in stages. Usage: sh scripts/gpu.sh FOLDER [STAGE ...]
+#
+#   goals-8b goals-qwen   the workloads of both models, with the check of their tokens against a float32 model
+#   tests                 what only a GPU can test: kernels, the runner, whole engines
+#   http                  chat streams of SmolLM2 over HTTP (SMOLLM2: a folder of benchmarks.skeleton, or a GGUF file)
+#   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
+#   profiles              where the time of a step goes, both models
+#   host                  a host that spins or sleeps beside the engine
+#   settings sampling attention   what single settings and kernels cost
+#
+# Without a stage: all, in this order. What a stage prints goes to FOLDER/STAGE.txt as it comes, its figures to JSON files
+# beside it, and a line to FOLDER/summary.txt when it ends. A stage that fails or takes too long does not stop the next.
+# Nothing needs a network: kernels are compiled here, weights are random. PYTHON names the interpreter, and LIMIT the most
+# seconds of a stage where its own are too many.
+set -u
+
+cd "$(dirname "$0")/.."
+[ $# -ge 1 ] || { sed -n '2,/^set/p' scripts/gpu.sh | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
+folder=$1
+shift
+[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host settings sampling attention
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
+fi
+export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+failed=0
+
+smollm2() {
+    model=${SMOLLM2:-}
+    if [ -z "$model" ]; then
+        model=$("$PYTHON" -c 'from asyncllm.cli import find_smollm2; print(find_smollm2())')
+    fi
+    case $model in
+    *.gguf) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" ;;
+    *) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" -- --load-format dummy ;;
+    esac
+}
+
+# Kernels side by side; not what looks at the device's memory. The interpreter's tests are the CPU's.
+gpu_tests() {
+    status=0
+    pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -m "not full" --maxfail 25 --durations 10 "$@"; }
+    pytest tests/gpu || status=1
+    pytest tests/kernels --ignore tests/kernels/test_interpreter.py -n "$(nproc)" || status=1
+    return $status
+}
+
+both() {
+    command=$1
+    shift
+    status=0
+    for name in llama-3.1-8b qwen3-0.6b; do
+        echo "== $name"
+        "$PYTHON" -m "benchmarks.$command" $name "$@" --output "$folder/$stage-$name.json" || status=1
+    done
+    return $status
+}
+
+run() {
+    case $1 in
+    goals-8b) "$PYTHON" -m benchmarks.gpu llama-3.1-8b --check --output "$folder/gpu-llama-3.1-8b.json" ;;
+    goals-qwen) "$PYTHON" -m benchmarks.gpu qwen3-0.6b --check --output "$folder/gpu-qwen3-0.6b.json" ;;
+    tests) gpu_tests ;;
+    http) smollm2 ;;
+    limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
+    profiles) both gpu --workload single --profile ;;
+    host) both host ;;
+    settings) both settings ;;
+    sampling) "$PYTHON" -m benchmarks.sampling --output "$folder/sampling.json" ;;
+    attention) "$PYTHON" -m benchmarks.attention --only default ;;
+    esac
+}
+
+seconds() {
+    case $1 in
+    goals-8b | profiles | host | attention) echo 300 ;;
+    tests | settings) echo 480 ;;
+    goals-qwen | http | limits | sampling) echo 240 ;;
+    *) return 1 ;;
+    esac
+}
+
+# A stage is this script again, in a process group of its own, so that one signal ends all of its processes.
+if [ -n "${GPU_STAGE:-}" ]; then
+    stage=$GPU_STAGE
+    run "$stage"
+    exit
+fi
+
+for stage in "$@"; do
+    seconds "$stage" >/dev/null || { echo "gpu.sh: there is no stage $stage" >&2; exit 2; }
+done
+"$PYTHON" - <<'CHECK' || exit 1
+import torch, asyncllm
+if not torch.cuda.is_available():
+    raise SystemExit("gpu.sh: torch sees no GPU here")
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+CHECK
+for stage in "$@"; do
+    most=$(seconds "$stage")
+    [ -n "${LIMIT:-}" ] && [ "$LIMIT" -lt "$most" ] && most=$LIMIT
+    began=$(date +%s)
+    echo "== $stage, at most $most s"
+    { GPU_STAGE=$stage timeout -k 15 "$most" sh scripts/gpu.sh "$folder" 2>&1; echo $? >"$folder/.status"; } | tee "$folder/$stage.txt"
+    status=$(cat "$folder/.status")
+    rm -f "$folder/.status"
+    case $status in
+    0) word=passed ;;
+    124 | 137) word="cut short after $most s" failed=1 ;;
+    *) word="failed with $status" failed=1 ;;
+    esac
+    echo "$stage: $word, $(($(date +%s) - began)) s" | tee -a "$folder/summary.txt"
+done
+exit $failed

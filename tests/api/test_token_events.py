@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from asyncllm import AsyncEngine, SamplingParams, TokenDelta
+from asyncllm.api.admission import Admission
+from asyncllm.api.generation import Generation
+from asyncllm.api.service_metrics import ServiceMetrics
+from asyncllm.api.token_events import TokenEvents
+from asyncllm.testing.shadow_engine import ShadowModel
+from tests.api.conftest import MakeEngine
+from tests.api.servers import serving
+
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+
+
+class Serving:
+    """All that a generation asks of one."""
+
+    metrics = ServiceMetrics("m")
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(ShadowModel(latency=0.001)) as running:
+        yield running
+
+
+async def events_of(engine: AsyncEngine, prompts: int = 1, n: int = 1, **options: Any) -> TokenEvents:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1, n=n)
+    streams = [engine.stream([5, 6, 7 + prompt], params) for prompt in range(prompts)]
+    ticket = Admission(100).enter(prompts * n, 100)
+    generation = Generation(Serving(), streams, ticket, server_limits=False)  # type: ignore[arg-type]
+    await generation.start()
+
+    def render(delta: TokenDelta, position: int) -> str:
+        return "".join(f"{position}.{delta.index}:{token} " for token in delta.token_ids)
+
+    return TokenEvents(generation, render, str, n=n, **options)
+
+
+def by_choice(sent: list[bytes]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for item in b"".join(sent).decode().split():
+        choice, _, token = item.partition(":")
+        found.setdefault(choice, []).append(token)
+    return found
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(1, 1), (1, 3), (3, 1), (2, 2)])
+async def test_poured_and_iterated_are_the_same(engine: AsyncEngine, prompts: int, n: int) -> None:
+    iterated = [event async for event in await events_of(engine, prompts, n)]
+    poured: list[bytes] = []
+
+    async def send(event: bytes) -> None:
+        assert asyncio.current_task() is None  # no task was woken for it
+        poured.append(event)
+
+    await (await events_of(engine, prompts, n)).pour(send)
+    assert by_choice(poured) == by_choice(iterated)
+    assert [len(tokens) for tokens in by_choice(poured).values()] == [40] * prompts * n
+    assert len(poured) <= 41  # what comes in one step leaves together
+
+
+async def test_what_comes_first_comes_first(engine: AsyncEngine) -> None:
+    events = await events_of(engine, first="0.0:begin ")
+    assert by_choice([event async for event in events])["0.0"][0] == "begin"
+
+
+async def test_a_send_that_waits_is_gone_on_with_in_the_task(engine: AsyncEngine) -> None:
+    sent: list[bytes] = []
+
+    async def send(event: bytes) -> None:
+        if len(sent) % 3 == 1:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.005)  # some tokens come meanwhile
+            assert asyncio.current_task() is not None
+        sent.append(event)
+
+    await (await events_of(engine)).pour(send)
+    assert [len(tokens) for tokens in by_choice(sent).values()] == [40]
+    assert len(sent) < 40  # those merged
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_send_that_fails_ends_it_and_nobody_else(engine: AsyncEngine, waits: bool) -> None:
+    other = asyncio.create_task(engine.generate([9], PARAMS))
+
+    async def send(event: bytes) -> None:
+        if waits:
+            await asyncio.sleep(0.001)
+        raise ConnectionResetError
+
+    events = await events_of(engine)
+    with pytest.raises(ConnectionResetError):
+        await events.pour(send)
+    await events.aclose()
+    assert (await other).usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("gone_on_with", [False, True])
+async def test_cancelling_reaches_a_send_that_waits(engine: AsyncEngine, gone_on_with: bool) -> None:
+    waiting, left = asyncio.Event(), False
+
+    async def send(event: bytes) -> None:
+        nonlocal left
+        waiting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left = True
+
+    pouring = asyncio.create_task((await events_of(engine)).pour(send))
+    await waiting.wait()
+    if gone_on_with:
+        await asyncio.sleep(0.01)
+    pouring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pouring
+    assert left
+
+
+@pytest.mark.parametrize("pours", [False, True])
+async def test_cancelling_between_two_tokens(pours: bool) -> None:
+    async with AsyncEngine(ShadowModel(latency=0.05)) as engine:
+        events = await events_of(engine)
+        sent: list[bytes] = []
+
+        async def send(event: bytes) -> None:
+            sent.append(event)
+
+        async def iterate() -> None:
+            async for event in events:
+                sent.append(event)
+
+        sending = asyncio.create_task(events.pour(send) if pours else iterate())
+        while not sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        count = len(sent)
+        await asyncio.sleep(0.12)
+        assert len(sent) == count
+        await events.aclose()
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_an_error_is_the_last_event(engine: AsyncEngine, prompts: int) -> None:
+    events = await events_of(engine, prompts)
+
+    def render(delta: TokenDelta, position: int) -> str:
+        raise ValueError("it cannot be told")
+
+    events._render = render
+    assert [event async for event in events] == [b"it cannot be told"]
+
+
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that changes must not take away unseen what the benchmark of HTTP's cost relies on."""
+    poured = 0
+    pour = TokenEvents.pour
+
+    async def counted(events: TokenEvents, send: Any) -> None:
+        nonlocal poured
+        poured += 1
+        await pour(events, send)
+
+    monkeypatch.setattr(TokenEvents, "pour", counted)
+    async with serving(kind, shadow()) as port:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        async with client:
+            stream = await client.completions.create(
+                model="", prompt="Hi", max_tokens=9, stream=True, extra_body={"ignore_eos": True}
+            )
+            assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
+    assert poured == 1

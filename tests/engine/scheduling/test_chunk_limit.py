@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncllm.engine.execution.cuda_executor import first_graph_sizes, graph_sizes
+from asyncllm.engine.scheduling.chunk_limit import ChunkLimit, step_size
+
+COUNT = st.integers(0, 20_000)
+ROWS = st.integers(1, 1024)
+
+
+@given(st.integers(1, 100_000))
+def test_sizes_are_rounded_up_by_less_than_half(tokens: int) -> None:
+    assert tokens <= step_size(tokens) < 1.5 * tokens
+
+
+@pytest.mark.parametrize("rows", [1, 8, 31, 63, 64, 65, 100, 127, 128, 200, 255, 256])
+@pytest.mark.parametrize("small", [256, 512, 1024])
+def test_steps_have_sizes_that_get_a_graph_at_the_start(rows: int, small: int) -> None:
+    room = ChunkLimit(small).tokens(4000, 1, rows)
+    assert room is not None
+    assert rows + room in first_graph_sizes(8192, chunks=True)
+    assert rows + room in graph_sizes(8192)
+
+
+@given(COUNT, COUNT)
+def test_nobody_is_held_up_where_nobody_decodes(waiting: int, requests: int) -> None:
+    assert ChunkLimit(1).tokens(waiting, requests, 0) is None
+
+
+@given(st.integers(1, 512), COUNT, ROWS, ROWS)
+def test_never_less_than_the_small_chunk_and_never_much_more_than_the_share(
+    small: int, waiting: int, requests: int, decoding: int
+) -> None:
+    most = ChunkLimit(small).tokens(waiting, requests, decoding)
+    share = waiting * requests / (requests + decoding)
+    assert most is not None
+    assert most >= max(small, share)
+    assert most + decoding < 1.5 * (decoding + max(small, share + 1))
+
+
+@given(st.integers(1, 64), st.integers(1, 5000), ROWS, ROWS)
+def test_what_waits_is_computed_in_pieces_of_one_size(small: int, waiting: int, requests: int, decoding: int) -> None:
+    limit, sizes, at_first = ChunkLimit(small), [], waiting
+    while waiting:
+        most = limit.tokens(waiting, min(requests, waiting), decoding)
+        assert most is not None
+        sizes.append(min(most, waiting))
+        limit.took(sizes[-1])
+        waiting -= sizes[-1]
+    assert set(sizes[:-1]) <= {sizes[0]}
+    assert sum(sizes) == at_first
+    assert limit.tokens(0, 0, decoding) == step_size(decoding + small) - decoding
+
+
+@given(st.lists(st.tuples(COUNT, ROWS, ROWS), max_size=20), ROWS)
+def test_nothing_is_left_of_a_burst_once_nothing_waits(steps: list[tuple[int, int, int]], decoding: int) -> None:
+    limit = ChunkLimit(16)
+    for waiting, requests, rows in steps:
+        limit.tokens(waiting, requests, rows)
+    limit.tokens(0, 0, decoding)
+    assert limit.tokens(0, 0, decoding) == ChunkLimit(16).tokens(0, 0, decoding)
+
+
+def test_more_that_comes_makes_pieces_larger_and_less_does_not_make_them_smaller() -> None:
+    limit = ChunkLimit(16)
+    assert limit.tokens(1000, 10, 0) is None
+    limit.took(600)
+    assert limit.tokens(400, 4, 6) == step_size(6 + 1000) - 6
+    assert limit.tokens(100_000, 100, 100) == step_size(100 + 50_000) - 100
