@@ -31,7 +31,7 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """Exactly one of these. Frozen, and equal to another of the same content; what cannot be raises
+    """Exactly one of the first six. Frozen, and equal to another of the same content; what cannot be raises
     `InvalidParamsError` here, or `GrammarError` when the request is submitted.
 
     The output ends by `stop` only where it is complete. JSON is written with at most one space after a comma or a

@@ -2,7 +2,8 @@
 
 On one core, 256 consumers each read 256 tokens, one token a round, from an engine whose runner answers at once; once as
 token ids, once as text with a stop string set. Everything else is real: scheduler, detokenizer, stop matcher, streams.
-Beside it, in the same run, 256 pairs of tasks hand over one item a round through an `asyncio.Queue`.
+Requests of one token each show what a request takes beside its tokens. Beside all of it, in the same run, 256 pairs of
+tasks hand over one item a round through an `asyncio.Queue`.
 
 A round begins when every consumer has read its token of the round before, so no stream falls behind and gets two tokens
 in one delta, which would be cheaper. Ratios of processor time decide, within one run: other work on the machine changes
@@ -34,6 +35,8 @@ from asyncllm.testing.tiny_models import write_byte_tokenizer
 
 IDS_GOAL, TEXT_GOAL = 3.0, 4.0
 """At most so many times the cost of the queues."""
+ONE_TOKEN = "engine, a request of one token"
+"""What it takes to submit a request, prepare it, admit it and end it."""
 
 
 @dataclass
@@ -198,12 +201,13 @@ def main() -> None:
         "asyncio.Queue": lambda: measure_queues(streams, tokens),
         "engine, token ids": lambda: measure_engine(streams, tokens, None),
         "engine, text and a stop string": lambda: measure_engine(streams, tokens, tokenizer),
+        ONE_TOKEN: lambda: measure_engine(streams, 1, None),
     }
     costs: dict[str, list[Cost]] = {name: [] for name in cases}
     for _ in range(chosen.repeats):
         for name, measure in cases.items():
             costs[name].append(asyncio.run(_await(measure())))
-    goals = dict(zip(cases, (None, IDS_GOAL, TEXT_GOAL), strict=True))
+    goals = dict(zip(cases, (None, IDS_GOAL, TEXT_GOAL, None), strict=True))
     print(f"{streams} streams of {tokens} tokens on one core; µs a token, medians of {chosen.repeats} runs")
     print(f"{'':32}{'processor':>10}{'wall':>8}{'tokens/s':>12}")
     for name, runs in costs.items():

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -121,7 +122,7 @@ async def drive(port: int, streams: int, tokens: int, first: int) -> StreamFigur
     loop = asyncio.get_running_loop()
     start = time.perf_counter()
     connections = [
-        loop.create_connection(lambda number=number: Client(chat_request(number, tokens)), "127.0.0.1", port)
+        loop.create_connection(partial(Client, chat_request(number, tokens)), "127.0.0.1", port)
         for number in range(first, first + streams)
     ]
     clients = [client for _, client in await asyncio.gather(*connections)]

@@ -311,10 +311,12 @@ class TimedRunner:
 
     def _pick(self, masks: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Some legal token of each row, cheaply: a device does this on its own time."""
-        start = self._rng.randrange(masks.shape[1])
-        some = np.roll(masks != 0, -start, axis=1).argmax(axis=1)
-        words = (some + start) % masks.shape[1]
-        bits = masks[np.arange(len(masks)), words].astype(np.int64)
+        start, rows = self._rng.randrange(masks.shape[1]), np.arange(len(masks))
+        later = masks[:, start:] != 0
+        words = start + later.argmax(axis=1)
+        none = np.flatnonzero(~later[rows, words - start])
+        words[none] = (masks[none] != 0).argmax(axis=1)
+        bits = masks[rows, words].astype(np.int64)
         token_ids: NDArray[np.int32] = (32 * words + np.log2(bits & -bits).astype(np.int64)).astype(np.int32)
         return token_ids
 

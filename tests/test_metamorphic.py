@@ -115,6 +115,20 @@ def forms() -> list[SamplingParams]:
         SamplingParams(
             seed=35, max_tokens=30, stop=[")"], structured_output=StructuredOutput(grammar='start: "(" [start] ")"')
         ),
+        SamplingParams(
+            seed=37,
+            max_tokens=30,
+            structured_output=StructuredOutput(regex="[a-f]{3,9}(-[0-9]+)?"),
+            allowed_token_ids=range(15, 72),
+            bad_words=["ab", "c"],
+        ),
+        SamplingParams(  # 30 is "<"
+            seed=38,
+            max_tokens=40,
+            structured_output=StructuredOutput(regex="[a-f]{3,9}", after_reasoning="qwen3"),
+            thinking_token_budget=5,
+            logit_bias={30: 60.0},
+        ),
     ]
 
 

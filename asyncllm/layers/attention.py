@@ -4,7 +4,8 @@ One layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads
 are written as one line, a block is gathered as one, and a history whose blocks follow each other is read where it lies,
 as one view. Of the tokens of a step those come first that are alone in their row (a decode step, a chunk of one); where
 they do not lie so, they are attended in buckets of rows with about as long a history, few enough for what they read to
-stay in the processor's cache. Each longer chunk is attended by itself. So no product is padded to the longest row.
+stay in the processor's cache. Chunks that begin their rows need nothing from the cache, and short ones of about the same
+length are attended together. Each other chunk is attended by itself. So no product is padded to the longest row.
 """
 
 from __future__ import annotations
@@ -113,6 +114,25 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Chunks of several lengths as if all had that of the longest. What is past a chunk's end comes after all of its
+    tokens, so none of them sees it."""
+
+    tokens: Tensor  # [chunks · longest] int64: the token of the step at each place, past the end any
+    places: Tensor  # [n of the chunks] int64: where each token is among these
+
+
+@dataclass(frozen=True, slots=True)
+class FreshChunks:
+    """Tokens `start` to `stop`: chunks that begin their rows, and that no window cuts."""
+
+    start: int
+    stop: int
+    count: int
+    padding: Padding | None  # None: all have one length
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """Queries `start` to `stop` of a span, and the keys `first` to `last` of it that some of them read."""
 
@@ -120,7 +140,7 @@ class Tile:
     stop: int
     first: int
     last: int
-    mask: Tensor | None  # [stop − start, last − first]; None: causal, and queries are the same tokens as keys
+    mask: Tensor  # [stop − start, last − first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +149,7 @@ class Span:
 
     start: int
     stop: int
-    source: Source | None  # None: the chunk is the whole history
+    source: Source
     tiles: tuple[Tile, ...]
 
 
@@ -139,6 +159,7 @@ class AttentionBatch:
 
     write: Tensor  # [n] int64: the line of `CacheLayer.lines` of each token
     buckets: tuple[Bucket, ...]
+    fresh: tuple[FreshChunks, ...]
     spans: tuple[Span, ...]
     scratch: Tensor  # [m, as wide as `CacheLayer.blocks`]: room for what the largest bucket or span gathers
 
@@ -166,6 +187,7 @@ class Attention:
         self.prepare(heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads), rotation)
         layer.lines.index_copy_(0, batch.write, qkv.narrow(1, shape.num_heads * shape.head_dim, layer.lines.shape[1]))
         found = [self._attend_bucket(bucket, heads, layer, batch.scratch) for bucket in batch.buckets]
+        found += [self._attend_fresh(fresh, heads) for fresh in batch.fresh]
         for span in batch.spans:
             found += self._attend_span(span, heads, layer, batch.scratch)
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -179,20 +201,29 @@ class Attention:
         )
         return attended.flatten(1)
 
+    def _attend_fresh(self, fresh: FreshChunks, heads: Tensor) -> Tensor:
+        """[n of the chunks, num_heads · head_dim]; `heads` as in `_attend_bucket`."""
+        shape, padding = self.shape, fresh.padding
+        if padding is None:
+            own = heads.narrow(0, fresh.start, fresh.stop - fresh.start)
+        else:
+            own = heads.index_select(0, padding.tokens)
+        own = own.unflatten(0, (fresh.count, -1)).transpose(1, 2)
+        queries, keys, values = own.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        return attended if padding is None else attended.index_select(0, padding.places)
+
     def _attend_span(self, span: Span, heads: Tensor, layer: CacheLayer, scratch: Tensor) -> Iterator[Tensor]:
         """The parts of [n of the span, num_heads · head_dim]; `heads` as in `_attend_bucket`."""
-        shape = self.shape
-        own = heads[span.start : span.stop].transpose(0, 1).unsqueeze(0)
-        queries, keys, values = own.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        if span.source is not None:
-            keys, values = span.source.read(layer, scratch)
+        queries = heads[span.start : span.stop, : self.shape.num_heads].transpose(0, 1).unsqueeze(0)
+        keys, values = span.source.read(layer, scratch)
         for tile in span.tiles:
             attended = functional.scaled_dot_product_attention(
                 queries[:, :, tile.start : tile.stop],
                 keys[:, :, tile.first : tile.last],
                 values[:, :, tile.first : tile.last],
                 attn_mask=tile.mask,
-                is_causal=tile.mask is None,
                 enable_gqa=True,
             )
             yield attended.squeeze(0).transpose(0, 1).flatten(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from asyncllm import EngineConfig
 from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.workloads import Workload
-from benchmarks import gpu, limits
+from benchmarks import gpu, host, limits
 
 LOADS = [
     Workload(name=name, requests=3, concurrency=2, prompt_tokens=(8, 8), output_tokens=(4, 4))
@@ -71,3 +72,14 @@ def test_limits_of_a_tiny_model(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert [figures["workload"] for figures in found["figures"]] == ["40 at once", "1 × 1,500", "1 × 1,500"]
     assert found["figures"][2]["cached_tokens"] > 1400
     assert "equal tokens from the cache: 32 of 32" in capsys.readouterr().out
+
+
+def test_hosts_beside_a_tiny_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "host.json"
+    arguments = [str(folder), "--device", "cpu", "--rows", "3", "--tokens", "20", "--output", str(output)]
+    assert host.main([*arguments, "--isolation", "thread"]) == 0
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert list(found["figures"]) == ["thread, calm", "thread, spinning", "thread, sleeping"]
+    assert {figures["output_tokens"] for figures in found["figures"].values()} == {60}
+    assert "thread, calm: 100% | decode3 | " in capsys.readouterr().out
+    assert "spinning host" not in {thread.name for thread in threading.enumerate()}

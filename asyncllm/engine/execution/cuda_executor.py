@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
+from asyncllm.engine.execution.cuda_embedder import DeviceText
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.logit_sampler import places_on
@@ -271,6 +272,15 @@ class CudaExecutor:
             self._space.stream.synchronize()
             self._program.turn.fill_(turn)
 
+    def text(self, token_ids: Int32Array) -> DeviceText:
+        """What computes the embedding of a text, on the thread that launches steps. Close it before the executor."""
+        row_blocks = self._rows.tables.shape[2]
+        text = DeviceText(
+            self._space, self._program, self._cache.dtype, token_ids, sizes=self._sizes, row_blocks=row_blocks
+        )
+        self._note_lasting()
+        return text
+
     def close(self, *, faulty: bool) -> None:
         """Give everything back. All steps are complete, or the device is `faulty`."""
         if faulty:
@@ -301,13 +311,16 @@ class CudaExecutor:
         self._settings, self._adjusted, self._requests = now
         if all(old is new for old, new in zip(before, now, strict=True)):
             return
-        if self._memory:
-            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
-            self._memory["workspace"] += self._lasting_bytes - lasting
+        self._note_lasting()
         if all(old is None or old is new for old, new in zip(before, now, strict=True)):
             return  # no graph can hold what was not there
         self._space.stream.synchronize()
         self._drop_graphs()
+
+    def _note_lasting(self) -> None:
+        if self._memory:
+            lasting, self._lasting_bytes = self._lasting_bytes, self._space.lasting_bytes()
+            self._memory["workspace"] += self._lasting_bytes - lasting
 
     def _edit_tables(self, entries: Int32Array, blocks: Int32Array) -> tuple[Tensor, ...]:
         """The edits that a line of the ring has no room for."""

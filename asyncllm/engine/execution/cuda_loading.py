@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_device import CudaSpace
@@ -16,7 +15,7 @@ from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_si
 from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
-from asyncllm.engine.execution.kv_cache import CacheLayout
+from asyncllm.engine.execution.kv_cache import allocate_device_cache
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import choose_sizes, dtype_name, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
@@ -113,7 +112,7 @@ def _build(
             fill_weights(model)
         else:
             load_weights(model, thread.interruptible(iterate_tensors(source)))
-        cache = allocate_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
+        cache = allocate_device_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_sizes = RowSizes(
             rows=config.max_num_seqs,
@@ -224,11 +223,3 @@ def _make_library_workspace(space: CudaSpace) -> None:
     with space.outside_memory():
         x = torch.zeros((16, 16), device=space.device)
         torch.addmm(x[0], torch.mm(x, x), x)
-
-
-def allocate_cache(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros: what is never written is read
-    by masked products, and must be finite.
-    """
-    shape = (layout.layers_per_group, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)

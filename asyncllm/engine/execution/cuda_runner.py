@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 from asyncllm.engine.execution.cuda_device import is_device_fault
+from asyncllm.engine.execution.cuda_embedder import DeviceText
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, Launched, read_late, read_result
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.plan import LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import Float32Array, Int32Array, LateTokens, StepPlan, StepResult
 from asyncllm.errors import EngineDead
 
 STEPS = 4
@@ -49,14 +50,11 @@ class CudaRunner:
         self._tickets = [Ticket() for _ in range(STEPS)]
         self._waiter = DeviceThread("asyncllm-cuda")
         self._fault: EngineDead | None = None
+        self._embedding = asyncio.Lock()
 
     def launch(self, plan: StepPlan) -> StepTicket:
         """See `Runner.launch`. A step that cannot be launched raises, and leaves every row of it undefined."""
-        executor, ticket = self._executor, self._tickets[self._turn]
-        if executor is None:
-            raise RuntimeError("the runner is closed")
-        if self._fault is not None:
-            raise self._fault
+        executor, ticket = self._open_executor(), self._tickets[self._turn]
         ticket.idle.wait()
         try:
             stream = executor.stream
@@ -75,9 +73,45 @@ class CudaRunner:
         executor.capture()
         return StepTicket(future, late)
 
+    async def embed(self, token_ids: Int32Array) -> Float32Array:
+        """See `Embeds.embed`. Texts are computed one after another, so that one cache of a text is there at most."""
+        async with self._embedding:
+            text = self._open_executor().text(token_ids)
+            try:
+                while True:
+                    is_last = self._launch_text(text)
+                    await self._waiter.submit(self._mark().synchronize)
+                    if is_last:
+                        return text.read()
+            except Exception as error:
+                self._raise_fault(error)
+                raise
+            finally:
+                text.close()
+
+    def _launch_text(self, text: DeviceText) -> bool:
+        """The next chunk; says whether it was the last one. Nobody waits: what it writes is the text's alone."""
+        self._open_executor()
+        return text.launch()
+
+    def _mark(self) -> torch.cuda.Event:
+        """Complete when all that is launched so far is."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event.record(self._open_executor().stream)
+        return event
+
+    def _open_executor(self) -> CudaExecutor:
+        if self._executor is None:
+            raise RuntimeError("the runner is closed")
+        if self._fault is not None:
+            raise self._fault
+        return self._executor
+
     async def aclose(self) -> None:
         """See `Runner.aclose`."""
         executor, self._executor = self._executor, None
+        async with self._embedding:  # a text sees that it is over, and lets go of its memory
+            pass
         await self._waiter.aclose()
         if executor is not None:
             for ticket in self._tickets:

@@ -79,6 +79,14 @@ def make_cache_layout(windows: Sequence[int | None], num_kv_heads: int, head_dim
     )
 
 
+def allocate_device_cache(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[layers_per_group, 2, num_blocks + 1, kv_heads, block_size, head_dim] of zeros, the order that kernels read: what
+    is never written is read by masked products, and must be finite.
+    """
+    shape = (layout.layers_per_group, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def copy_blocks(cache: Tensor, pairs: Int32Array) -> None:
     """Copy blocks of all layers: `pairs` [c, 2] of (source, destination); every source is read before any write."""
     source, destination = torch.from_numpy(pairs.T.astype(np.int64))

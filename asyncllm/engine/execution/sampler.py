@@ -121,7 +121,7 @@ def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArra
     """
     weights, vocabulary = scaled.exp_(), scaled.shape[-1]
     whole = vocabulary // _TILE * _TILE
-    tiles = weights[:, :whole].unflatten(-1, (-1, _TILE)).sum(-1)
+    tiles = weights[:, :whole].view(len(weights), whole // _TILE, _TILE).sum(-1)
     ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     target = uniform[:, None] * ends[:, -1:]
@@ -198,10 +198,9 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
         last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
         scaled[distance > nearest.values[last]] = -torch.inf
     if sampling.top_p < 1:
-        best = scaled.sort(descending=True).values
-        held = best.double().softmax(-1).cumsum(-1)
-        last = min(int((held < np.float32(sampling.top_p)).sum()), len(scaled) - 1)
-        scaled[scaled < best[last]] = -torch.inf
+        weights = scaled.exp()
+        wanted = float(np.float32(sampling.top_p)) * float(weights.sum(dtype=torch.float64))
+        scaled[scaled < _mass_bound(scaled.numpy(), weights.numpy(), wanted)] = -torch.inf
     if sampling.min_p > 0:
         scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
     if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,24 +14,38 @@ from torch import Tensor
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import Int64Array, RowState
 from asyncllm.engine.plan import NULL_BLOCK, Chunk, StepPlan
-from asyncllm.layers.attention import AttentionBatch, Bucket, CacheLayer, Gathered, InPlace, Source, Span, Tile
+from asyncllm.layers.attention import (
+    AttentionBatch,
+    Bucket,
+    CacheLayer,
+    FreshChunks,
+    Gathered,
+    InPlace,
+    Padding,
+    Source,
+    Span,
+    Tile,
+)
 from asyncllm.models.forward_batch import ForwardBatch
 
 _TILE = 512
 """Queries of a chunk that are attended at once, where they need a mask."""
+_SHORT = 128
+"""Tokens of a chunk that is attended together with others; longer ones gain nothing by it."""
 _BUCKET_BYTES = 1 << 20
 """Keys and values that a bucket reads per thread: they are gathered first, and should not leave the cache again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a step in the batch's order: those alone in their row by position, then the chunks."""
+    """The tokens of a step in the batch's order: those alone in their row by position, then the chunks that begin
+    their rows by length, then the other chunks."""
 
     ids: Int64Array  # [n]
     positions: Int64Array  # [n]
     rows: Int64Array  # [n]
     singles: int  # how many are alone in their row
-    spans: tuple[Chunk, ...]  # the chunks, in their order
+    spans: tuple[Chunk, ...]  # the chunks, in this order
     sampled: Int64Array  # [s] where the tokens are whose logits are needed, in the order of `StepOutputs`
     chunk_firsts: Int64Array  # [c] where the first token of each of the plan's chunks is
 
@@ -39,6 +54,7 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     """The tokens that the plan computes."""
     lone = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
     spans = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
+    spans.sort(key=lambda chunk: len(chunk.token_ids) if chunk.start == 0 else sys.maxsize)
     decode = plan.decode_rows
     if plan.late is not None:
         decode = np.concatenate((decode, plan.late.rows[: plan.late.decoding]))
@@ -49,18 +65,16 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
 
+    lengths = [len(chunk.token_ids) for chunk in spans]
+    ends = np.cumsum([len(order), *lengths])[1:]
+    lasts = {id(chunk): end - 1 for chunk, end in zip(spans, ends, strict=True)}
+    lasts.update({id(chunk): place for chunk, place in zip(lone, places[len(decode) :], strict=True)})
     sampled, firsts = list(places[: len(decode)]), []
-    lone_places, span_end = iter(places[len(decode) :]), len(order)
     for chunk in plan.chunks:
-        if len(chunk.token_ids) == 1:
-            place = next(lone_places)
-        else:
-            span_end += len(chunk.token_ids)
-            place = span_end - 1
+        place = lasts[id(chunk)]
         firsts.append(place + 1 - len(chunk.token_ids))
         if chunk.samples or chunk.keeps:
             sampled.append(place)
-    lengths = [len(chunk.token_ids) for chunk in spans]
     return StepTokens(
         ids=np.concatenate((single_ids[order], *(chunk.token_ids for chunk in spans))).astype(np.int64),
         positions=np.concatenate(
@@ -128,12 +142,13 @@ class BatchBuilder:
         blocks = table[tokens.rows, tokens.positions // block_size]
         lines = blocks * block_size + tokens.positions % block_size
         buckets = tuple(self._buckets(tokens, table, masks.window))
-        spans = tuple(self._spans(tokens, table, masks))
+        fresh = tuple(_fresh_chunks(tokens, masks.window))
+        spans = tuple(self._spans(tokens, table, masks, fresh[-1].stop if fresh else tokens.singles))
         sources = [*(bucket.source for bucket in buckets), *(span.source for span in spans)]
         most = max((len(source.blocks) for source in sources if isinstance(source, Gathered)), default=0)
         if most > len(self._scratch):
             self._scratch = torch.empty(most, self._scratch.shape[1], dtype=self._scratch.dtype)
-        return AttentionBatch(torch.from_numpy(lines), buckets, spans, self._scratch)
+        return AttentionBatch(torch.from_numpy(lines), buckets, fresh, spans, self._scratch)
 
     def _source(self, blocks: Int64Array, first: int, last: int) -> Source:
         """Positions `first` to `last` of the blocks [rows, b] of some rows."""
@@ -173,25 +188,41 @@ class BatchBuilder:
         mask = torch.zeros(hidden.shape, dtype=self._cache.dtype)
         return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
 
-    def _spans(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> Iterator[Span]:
+    def _spans(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks, begin: int) -> Iterator[Span]:
+        """The chunks from the token `begin` on."""
         block_size, window = self._layout.block_size, masks.window
         at = tokens.singles
         for chunk in tokens.spans:
             count, start = len(chunk.token_ids), chunk.start
-            source: Source | None = None
-            offset = 0  # position of the first key at hand
-            if start > 0:
+            if at >= begin:
                 first_block = 0 if window is None else max(0, start - window + 1) // block_size
                 last_block = (start + count - 1) // block_size
                 blocks = table[chunk.row, None, first_block : last_block + 1]
-                source = self._source(blocks, 0, blocks.size * block_size)
-                offset = first_block * block_size
-            if start == 0 and (window is None or count <= window):
-                tiles: Sequence[Tile] = (Tile(0, count, 0, count, None),)
-            else:
+                source, offset = self._source(blocks, 0, blocks.size * block_size), first_block * block_size
                 tiles = [masks.tile(q, min(q + _TILE, count), start, offset) for q in range(0, count, _TILE)]
-            yield Span(at, at + count, source, tuple(tiles))
+                yield Span(at, at + count, source, tuple(tiles))
             at += count
+
+
+def _fresh_chunks(tokens: StepTokens, window: int | None) -> Iterator[FreshChunks]:
+    """Those that attention can do without the cache: a padded chunk is at most a quarter longer, and one token."""
+    longest = sys.maxsize if window is None else window
+    lengths = [len(chunk.token_ids) for chunk in tokens.spans if chunk.start == 0 and len(chunk.token_ids) <= longest]
+    index, start = 0, tokens.singles
+    while index < len(lengths):
+        shortest = lengths[index]
+        most = min(_SHORT, shortest * 5 // 4 + 1)
+        alike = [length for length in lengths[index:] if length <= most] or [shortest]
+        counts = np.array(alike)
+        padding: Padding | None = None
+        if alike[-1] != shortest:  # they are sorted
+            inside = np.arange(alike[-1]) < counts[:, None]
+            places = np.flatnonzero(inside)
+            padded = np.full(inside.size, start)
+            padded[places] = np.arange(start, start + len(places))
+            padding = Padding(torch.from_numpy(padded), torch.from_numpy(places))
+        yield FreshChunks(start, start + sum(alike), len(alike), padding)
+        index, start = index + len(alike), start + sum(alike)
 
 
 class CausalMasks:

@@ -25,6 +25,7 @@ from asyncllm.kernels.attention_plan import (
     LEAST_SHARED,
     AttentionPlan,
     AttentionShape,
+    Sequences,
     make_attention_plan,
     plan_attention,
 )
@@ -70,6 +71,21 @@ class ByHand:
     forks: ForkRows | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Some tokens of a text that is no request, on the device; integers are int32. See `cuda_embedder`."""
+
+    token_ids: Tensor  # [n]; those beyond num_tokens fill it up
+    positions: Tensor  # [n]
+    rows: Tensor  # [n] zeros: its tables have one row
+    lengths: Tensor  # [n] of the whole text
+    num_tokens: Tensor  # [1]
+    last: Tensor  # [1] the last one that counts
+    sequences: Sequences  # the one
+    tables: Tensor  # [groups, 1, blocks of a row]
+    cache: Tensor  # its own, as the engine's
+
+
 class StepProgram:
     """Runs on the current stream. What it works on is allocated once, but for what passes between layers."""
 
@@ -84,7 +100,7 @@ class StepProgram:
         deterministic: bool = False,
     ) -> None:
         self._model = model
-        self._layout = layout
+        self.layout = layout
         self._cache = cache
         self._rows = rows
         self._ring = ring
@@ -101,6 +117,11 @@ class StepProgram:
     def vocabulary(self) -> int:
         """Logits of a row."""
         return self._model.config.vocab_size
+
+    @property
+    def max_sequences(self) -> int:
+        """Rows that a step computes at most."""
+        return self._ring.layout.rows
 
     def sampled(self, kind: StepKind) -> int:
         """How many rows of logits a step of this kind computes."""
@@ -121,7 +142,7 @@ class StepProgram:
         )
         for window, plan in self._plans.items():
             # prefixes are shared where all layers of a plan look up the same table
-            users = [group for group, each in enumerate(self._layout.groups) if each.window == window]
+            users = [group for group, each in enumerate(self.layout.groups) if each.window == window]
             table = rows.tables[users[0]] if len(users) == 1 else None
             plan_attention(plan, arrays.sequences, tokens=kind.tokens, block_table=table, overlap=True)
         batch = self._batch(kind)
@@ -138,6 +159,24 @@ class StepProgram:
         features = self._model.features(replace(batch, sampled=sampled))
         told.prompts = tell_prompts(reader.parts, features[count:], self._model.head)
         return self._model.head(features[:count])
+
+    def text_features(self, chunk: TextChunk) -> Tensor:
+        """Compute a chunk into its own cache; the features [1, hidden] of its last token."""
+        for plan in self._plans.values():  # of the step that comes next, which makes them anew
+            plan_attention(plan, chunk.sequences, tokens=len(chunk.token_ids), overlap=True)
+        groups = zip(self.layout.groups, chunk.tables, strict=True)
+        batch = ForwardBatch(
+            token_ids=chunk.token_ids,
+            positions=chunk.positions,
+            lengths=chunk.lengths if self._model.rotary.length_dependent else None,
+            sampled=chunk.last,
+            attention=tuple(
+                PagedBatch(chunk.positions, chunk.rows, chunk.num_tokens, table, self._plans[group.window], True)
+                for group, table in groups
+            ),
+            cache=chunk.cache,
+        )
+        return self._model.features(batch)
 
     def skip(self) -> None:
         """In place of a step that computes nothing."""
@@ -201,7 +240,7 @@ class StepProgram:
         lengths: Tensor | None = None
         if self._model.rotary.length_dependent:
             lengths = torch.maximum(self._rows.prompt_tokens.index_select(0, rows), positions + 1)
-        groups = zip(self._layout.groups, self._rows.tables, strict=True)
+        groups = zip(self.layout.groups, self._rows.tables, strict=True)
         return ForwardBatch(
             token_ids=arrays.token_ids[some],
             positions=positions,

@@ -21,10 +21,10 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
-from asyncllm.engine.execution.cuda_loading import allocate_cache, first_plans
+from asyncllm.engine.execution.cuda_loading import first_plans
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
-from asyncllm.engine.execution.kv_cache import make_cache_layout
+from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import (
@@ -96,6 +96,8 @@ if TRITON_AVAILABLE and not INTERPRETED:
 class HostSpace:
     """Stands for a `CudaSpace` where there is no GPU. It has no graphs, so every step is launched by hand."""
 
+    device = torch.device("cpu")
+
     class stream:
         @staticmethod
         def synchronize() -> None:
@@ -145,7 +147,7 @@ class Twins:
             placement = Placement(torch.float32, torch.device("cpu"), kernels=True)
             model = find_architecture(source.config).model(config, layout.layers, LENGTH, placement)
             load_weights(model, iterate_tensors(source))
-            cache = allocate_cache(layout, BLOCKS, torch.float32, torch.device("cpu"))
+            cache = allocate_device_cache(layout, BLOCKS, torch.float32, torch.device("cpu"))
             ring = self.ring = StepRing(StepWords(ROWS, edits, TOKENS), 4, torch.device("cpu"))
             device = torch.device("cpu")
             blocks = -(-LENGTH // layout.block_size)
@@ -256,6 +258,25 @@ if INTERPRETED:
         await twins.run(decode=[0, 3, 7, 5])
         await twins.run(joins=[RowJoin(0, 4, GREEDY, 20)], pieces=[Piece(0, 0, prompts[3][:20])], decode=[5, 7])
         await twins.run(decode=[7, 0])
+
+    @pytest.mark.blocks_loop
+    @pytest.mark.parametrize("length", [31, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 60))])
+    async def test_a_text_between_steps(length: int, twins: Twins) -> None:
+        """Its features are the CPU runner's, and requests that run meanwhile do not notice."""
+        joins = [RowJoin(3, 0, GREEDY, 9), RowJoin(1, 1, seeded(3), 5)]
+        await twins.run(joins=joins, pieces=[Piece(3, 0, list(range(5, 14))), Piece(1, 0, [7, 8, 9, 10, 11])])
+        used = twins.executor._rows.tables.clone()
+        token_ids = np.random.default_rng(6).integers(3, 512, length).astype(np.int32)
+        expected = await twins.driver.runner.embed(token_ids)  # type: ignore[attr-defined]
+        text, chunks = twins.executor.text(token_ids), 1
+        while not text.launch():
+            chunks += 1
+            await twins.run(decode=[1, 3])
+        np.testing.assert_allclose(text.read(), expected, atol=1e-5)
+        text.close()
+        assert chunks == -(-length // TOKENS)
+        await twins.run(decode=[3, 1])
+        assert torch.equal(twins.executor._rows.tables[:, [0, 2, 4]], used[:, [0, 2, 4]])
 
     @pytest.mark.blocks_loop
     async def test_rows_that_adjust_their_logits(twins: Twins) -> None:

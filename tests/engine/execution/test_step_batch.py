@@ -152,6 +152,25 @@ def test_what_lies_together_is_not_gathered() -> None:
     assert isinstance(bucket.source, Gathered)
 
 
+def test_short_chunks_of_about_one_length_that_begin_their_rows_are_attended_together() -> None:
+    layout, cache, state = make_state(7)
+    builder = BatchBuilder(layout, cache, needs_lengths=False)
+    sizes = [9, 150, 8, 30, 9, 40, 5]  # the last has a history
+    chunks = [
+        Chunk(row, 20 if row == 6 else 0, np.arange(size, dtype=np.int32), True) for row, size in enumerate(sizes)
+    ]
+    tokens = lay_out_tokens(make_plan([], chunks), state)
+    assert tokens.rows.tolist() == [row for row in (2, 0, 4, 3, 5, 1, 6) for _ in range(sizes[row])]
+    assert tokens.positions[tokens.sampled].tolist() == [8, 149, 7, 29, 8, 39, 24]
+    for group, window in zip(builder.build(tokens, state).attention, WINDOWS, strict=True):
+        fresh = [(each.stop - each.start, each.count, each.padding is None) for each in group.fresh]
+        expected = [(26, 3, False), (30, 1, True), (40, 1, True), (150, 1, True)]
+        if window is not None:
+            expected = {19: expected[:1], 8: [(8, 1, True)], 1: []}[window]
+        assert fresh == expected
+        assert sum(each.count for each in group.fresh) + len(group.spans) == len(sizes)
+
+
 def test_masks_grow_and_stay_what_they_were() -> None:
     for window in (None, 5):
         masks = CausalMasks(window, torch.float32)
