@@ -87,11 +87,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
-    """The matrix products of all layers by themselves, in bfloat16."""
+    """The matrix products of a model by themselves: those of all layers, in bfloat16."""
 
     rows: int
     seconds: float  # through `torch.nn.functional.linear`
     blocked_seconds: float | None = None  # through oneDNN's own order of weights, where it has one
+    own_seconds: float | None = None  # of layers and head, in the forms that asyncllm chose for the model's own weights
 
     @property
     def rate(self) -> float:

@@ -100,12 +100,23 @@ def _product_lines(comparison: Comparison) -> list[str]:
     return [
         "Matrix products of all layers alone in bfloat16, through `torch.nn.functional.linear` (in brackets: with",
         f"weights in oneDNN's own order), the fastest of some rounds: {times}.",
+        *_own_product_lines(comparison.products),
         "",
         *(
             f"- {figures.workload}: {engine} computes prompts at {share:.0%} of the rate of the products alone."
             for figures, share in _prefill_shares(comparison)
         ),
         "",
+    ]
+
+
+def _own_product_lines(products: Sequence[ProductRate]) -> list[str]:
+    times = [f"{1000 * each.own_seconds:,.1f} ms for {each.rows} rows" for each in products if each.own_seconds]
+    if not times:
+        return []
+    return [
+        "The model's own weights alone, head included, in the forms that asyncllm multiplies them in, which no step",
+        f"falls below: {'; '.join(times)}.",
     ]
 
 

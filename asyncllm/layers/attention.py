@@ -4,7 +4,7 @@ One layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads
 are written as one line, a block is gathered as one, and a history whose blocks follow each other is read where it lies,
 as one view. Of the tokens of a step those come first that are alone in their row (a decode step, a chunk of one); where
 they do not lie so, they are attended in buckets of rows with about as long a history, few enough for what they read to
-stay in the processor's cache. Chunks that begin their rows need nothing from the cache, and short ones of about the same
+stay in the processor's cache. Chunks that begin their rows need nothing from the cache, and short ones of about one
 length are attended together. Each other chunk is attended by itself. So no product is padded to the longest row.
 """
 
@@ -208,7 +208,7 @@ class Attention:
             own = heads.narrow(0, fresh.start, fresh.stop - fresh.start)
         else:
             own = heads.index_select(0, padding.tokens)
-        own = own.unflatten(0, (fresh.count, -1)).transpose(1, 2)
+        own = own.view(fresh.count, -1, *own.shape[1:]).transpose(1, 2)
         queries, keys, values = own.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)

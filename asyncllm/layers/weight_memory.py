@@ -1,4 +1,4 @@
-"""Room for packed weights beside each other.
+"""Room in main memory for what every step reads: huge pages, and packed weights beside each other in them.
 
 A step of one row reads every weight once and computes little with it, so how fast they can be read is what counts.
 Pieces that the allocator puts anywhere are read up to a third slower than the same ones in a row.

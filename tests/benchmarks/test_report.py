@@ -104,10 +104,14 @@ def test_report_is_drawn_again_from_json(tmp_path: Path) -> None:
 
 def test_prompts_are_compared_with_the_products_alone() -> None:
     prefill = replace(COMPARISON.runs[0].figures[0], workload="prefill")  # 100 prompt tokens a second
-    products = [ProductRate(rows=1, seconds=0.004), ProductRate(rows=500, seconds=2.5, blocked_seconds=2.0)]
+    products = [
+        ProductRate(rows=1, seconds=0.004),
+        ProductRate(rows=500, seconds=2.5, blocked_seconds=2.0, own_seconds=1.5),
+    ]
     runs = [replace(run, figures=[prefill]) for run in COMPARISON.runs]
     comparison = replace(COMPARISON, runs=runs, products=products)
     assert "4.0 ms for 1 rows; 2,500.0 (2,000.0) ms for 500 rows" in markdown(comparison, plot="cpu.png")
+    assert "no step\nfalls below: 1,500.0 ms for 500 rows." in markdown(comparison, plot="cpu.png")
     assert "prefill: asyncllm computes prompts at 50% of the rate" in markdown(comparison, plot="cpu.png")
     assert "`prefill` at 50% of the rate" in readme_section(comparison, "results/cpu")
     assert comparison_from_json(json.dumps(asdict(comparison))) == comparison

@@ -176,7 +176,7 @@ def test_positions_outside_the_window_are_not_read(tmp_path: Path) -> None:
     parts = []
     for start, stop in ((0, 40), (40, 41), (41, 70), (70, 71), (71, 80)):
         outside = max(0, start - 20 + 1) // 8
-        model.cache[:, :, :, model.rows.tables[0, 0, :outside]] = torch.nan
+        model.cache[:, model.rows.tables[0, 0, :outside]] = torch.nan
         parts.append(model.feed(start, token_ids[start:stop]))
     assert_close(torch.cat(parts), expected)
 

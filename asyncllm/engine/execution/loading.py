@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,13 +21,14 @@ from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, meg
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import packable, packed_bytes
-from asyncllm.layers.parameter import Placement
+from asyncllm.layers.parameter import CheckpointTensor, Placement
 from asyncllm.models.checkpoint import EMBEDDING, fill_weights, load_weights
 from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.weights.source import ModelSource
 from asyncllm.weights.tensors import grouped_bits, iterate_grouped, iterate_tensors
 
+_Tensors = Iterable[tuple[str, CheckpointTensor]]
 _COPIES_SHARE = 2
 """Dense copies of packed weights take at most one part in so many of the memory that is left beside the weights."""
 
@@ -42,7 +44,7 @@ async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner
         return await load_cuda_runner(source, config, device)
     _check_supported(config)
     thread = DeviceThread("asyncllm-cpu")
-    executor, facts = await thread.bring_up(partial(_load, source, config, thread))
+    executor, facts = await thread.bring_up(partial(load_executor, source, config, thread.interruptible))
     return CpuRunner(thread, executor), facts
 
 
@@ -53,7 +55,10 @@ def _check_supported(config: EngineConfig) -> None:
             raise ConfigError(f"{name}={getattr(config, name)!r} needs a GPU, and this engine runs on the CPU")
 
 
-def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tuple[StepExecutor, ModelFacts]:
+def load_executor(
+    source: ModelSource, config: EngineConfig, interruptible: Callable[[_Tensors], _Tensors]
+) -> tuple[StepExecutor, ModelFacts]:
+    """On the CPU: what the runner's thread computes with. The weights come through `interruptible`, one by one."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
@@ -73,7 +78,7 @@ def _load(source: ModelSource, config: EngineConfig, thread: DeviceThread) -> tu
     if source.load_format == "dummy":
         fill_weights(model)
     else:
-        load_weights(model, thread.interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
+        load_weights(model, interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)

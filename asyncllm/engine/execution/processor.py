@@ -13,7 +13,7 @@ _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 # Rows up to which the packed product of 4-bit codes, and that of 8-bit ones, is faster than the dense one. Measured
 # with SmolLM2-135M's matrices on a processor that has all of these, which was told to do without some.
-_WITH_AMX = {4: 5, 8: 2}
+_WITH_AMX = {4: 8, 8: 2}
 _WITH_BFLOAT16 = {4: 12, 8: 3}
 _WITH_FLOAT32 = {4: 12, 8: 5}
 
