@@ -13,6 +13,7 @@ from types import coroutine
 from typing import Any, Self
 
 from asyncllm.api.generation import Generation
+from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import TokenDelta
 
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -100,7 +101,7 @@ class TokenEvents:
         """It is told until it is closed."""
         return self._closed
 
-    def set_result(self, result: None, /) -> None:
+    def set_result(self, result: None, /) -> bool:
         """A stream has something to take. Where others may have too, all goes out at the end of the loop's turn."""
         if self._sender.done():
             self._more = True
@@ -108,6 +109,7 @@ class TokenEvents:
             self._deliver_soon()
         else:
             self._deliver()
+        return not self._closed
 
     def _ask(self) -> None:
         """The sender is free."""
@@ -133,33 +135,44 @@ class TokenEvents:
         if self._sender.done():  # it was cancelled
             return
         self._more = False
-        if text := self._take():
+        text = self._take_all() if self._alone is None else self._take(self._alone)
+        if text:
             self._hand_out(text)
         elif not self._streams:
             self._sender.set_exception(StopAsyncIteration())
 
-    def _take(self) -> str:
-        """All events of what is there."""
+    def _take(self, stream: TokenStream) -> str:
+        """The events of what the only stream has; one delta has all that is new."""
+        try:
+            delta = stream.take()
+            if delta is None:
+                return ""
+            text = self._render(delta, 0)
+            self._seen(delta, 0)
+            if delta.usage is not None:
+                self._streams.clear()
+            return text
+        except Exception as error:
+            return self._end(error)
+
+    def _take_all(self) -> str:
+        """The events of what all streams have."""
         text = ""
         try:
-            if self._alone is not None:  # one delta has all that is new
-                delta = self._alone.take()
-                return "" if delta is None else self._events(delta, 0)
             for position, stream in tuple(self._streams.items()):
                 while position in self._streams and (delta := stream.take()) is not None:
-                    text += self._events(delta, position)
+                    text += self._render(delta, position)
+                    self._seen(delta, position)
+                    if delta.usage is not None:
+                        del self._streams[position]
         except Exception as error:
-            self._streams.clear()
-            self._last = None
-            text += self._fail(error)
+            text += self._end(error)
         return text
 
-    def _events(self, delta: TokenDelta, position: int) -> str:
-        text = self._render(delta, position)
-        self._seen(delta, position)
-        if delta.usage is not None:
-            del self._streams[position]
-        return text
+    def _end(self, error: Exception) -> str:
+        self._streams.clear()
+        self._last = None
+        return self._fail(error)
 
     def _hand_out(self, text: str) -> None:
         if self._send is None:

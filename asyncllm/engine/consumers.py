@@ -93,11 +93,8 @@ def _wake(batch: list[Mailbox]) -> None:
     for mailbox in batch[:WOKEN_AT_ONCE]:
         mailbox.signalled = False  # first, so that what comes from now on is signalled anew
         waiter = mailbox.waiter
-        if waiter is not None:
-            if not waiter.done():
-                waiter.set_result(None)
-            if waiter.done():
-                mailbox.waiter = None
+        if waiter is not None and (waiter.done() or not waiter.set_result(None)):
+            mailbox.waiter = None
         if mailbox.watchers:
             watchers, mailbox.watchers = mailbox.watchers, []
             for watcher in watchers:

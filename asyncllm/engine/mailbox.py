@@ -64,7 +64,7 @@ class Waiter(Protocol):
         ...
 
     def set_result(self, result: None, /) -> object:
-        """Something is there to be read."""
+        """Something is there to be read. Returns what is true if it is to be told again."""
         ...
 
 

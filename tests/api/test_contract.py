@@ -55,6 +55,8 @@ def run_cases(server: Running, examples: int) -> Counter[int]:
         def check(case: schemathesis.Case) -> None:
             if isinstance(case.body, dict):
                 case.body = {name: BRIEF.get(name, value) for name, value in case.body.items()}
+                if isinstance(case.body.get("model"), str) and len(case.body["model"]) % 4:
+                    case.body["model"] = "m"  # else nearly all would end with another model's 404
             response = case.call(base_url=server.url, timeout=20)
             statuses[response.status_code] += 1
             case.validate_response(response, checks=CHECKS)

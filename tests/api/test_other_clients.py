@@ -1,4 +1,7 @@
-"""One call each through what people put over OpenAI's client, where it is installed: no dependency of the tests."""
+"""One call each through what people put over OpenAI's client, where it is installed.
+
+`pip install -e ".[dev,clients]"`, into an environment of their own: litellm wants an older `openai` than `dev` brings.
+"""
 
 from __future__ import annotations
 

@@ -157,12 +157,13 @@ class Listener:
     def done(self) -> bool:
         return self.over.done()
 
-    def set_result(self, result: None) -> None:
+    def set_result(self, result: None) -> bool:
         while (delta := self.stream.take()) is not None:
             self.ids += delta.token_ids
             if delta.usage is not None:
-                return self.over.set_result(delta.usage.completion_tokens)
-        return None
+                self.over.set_result(delta.usage.completion_tokens)
+                return False
+        return True
 
 
 @pytest.mark.parametrize("n", [1, 3])
