@@ -9,10 +9,10 @@ passes and in processor time of its thread. What no operator takes is the interp
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -133,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         steps = Steps(executor, facts.block_size)
         for name, chunks in kinds().items():
-            print(report(name, lambda chunks=chunks: steps.run(chunks)))
+            print(report(name, partial(steps.run, chunks)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
