@@ -41,6 +41,7 @@ from asyncllm.workloads import (
 )
 from benchmarks.child import CHECK, FIRST
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
+from benchmarks.startup import process_age
 from benchmarks.step_profile import DeviceEvent, StepLoad, StepProfile, profile_steps
 
 ROOT = Path(__file__).parent
@@ -317,12 +318,6 @@ def check_tokens(folder: Path, samples: Sequence[Sample]) -> Check:
             chosen = logits.gather(1, torch.tensor(sample.output)[:, None])[:, 0]
             gaps += (logits.max(dim=1).values - chosen).tolist()
     return Check(engine="asyncllm", tokens=len(gaps), equal=gaps.count(0.0), worst=max(gaps), bound=BOUND)
-
-
-def process_age() -> float:
-    """Seconds since this process began."""
-    started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / 100  # in ticks of 10 ms since boot
 
 
 def main() -> int:

@@ -168,9 +168,9 @@ class Graphs:
         if best in self._captured:
             return fitting[0]
         left = self._patience.setdefault(best, PATIENCE)
-        self._patience[best] = left - 1
         larger = [size for size in fitting if (size, chunks) in self._captured]
         if left > 0 and larger:
+            self._patience[best] = left - (larger[0] - plan.num_tokens)
             return larger[0]
         self._captured.add(best)
         self.captured += 1

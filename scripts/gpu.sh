@@ -7,26 +7,27 @@
 #   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
 #   profiles              where the time of a step goes, both models
 #   host                  a host that spins or sleeps beside the engine
+#   startup               where the time goes until the first token, with empty caches, both models
 #   settings sampling attention   what single settings and kernels cost
 #
 # Without a stage: all, in this order. What a stage prints goes to FOLDER/STAGE.txt as it comes, its figures to JSON files
 # beside it, and a line to FOLDER/summary.txt when it ends. A stage that fails or takes too long does not stop the next.
-# Nothing needs a network: kernels are compiled here, weights are random. PYTHON names the interpreter, and LIMIT the most
-# seconds of a stage where its own are too many.
+# Nothing needs a network: kernels are compiled here, weights are random. PYTHON names the interpreter, PASSES how often
+# the goals' workloads run, and LIMIT the most seconds of a stage where its own are too many.
 set -u
 
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,/^set/p' scripts/gpu.sh | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
 folder=$1
 shift
-[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host settings sampling attention
+[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host startup settings sampling attention
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
 smollm2() {
@@ -49,6 +50,10 @@ gpu_tests() {
     return $status
 }
 
+goals() {
+    "$PYTHON" -m benchmarks.gpu "$1" --passes "${PASSES:-1}" --check --output "$folder/gpu-$1.json"
+}
+
 both() {
     command=$1
     shift
@@ -62,13 +67,14 @@ both() {
 
 run() {
     case $1 in
-    goals-8b) "$PYTHON" -m benchmarks.gpu llama-3.1-8b --check --output "$folder/gpu-llama-3.1-8b.json" ;;
-    goals-qwen) "$PYTHON" -m benchmarks.gpu qwen3-0.6b --check --output "$folder/gpu-qwen3-0.6b.json" ;;
+    goals-8b) goals llama-3.1-8b ;;
+    goals-qwen) goals qwen3-0.6b ;;
     tests) gpu_tests ;;
     http) smollm2 ;;
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
     profiles) both gpu --workload single --profile ;;
     host) both host ;;
+    startup) both startup ;;
     settings) both settings ;;
     sampling) "$PYTHON" -m benchmarks.sampling --output "$folder/sampling.json" ;;
     attention) "$PYTHON" -m benchmarks.attention --only default ;;
@@ -79,7 +85,7 @@ seconds() {
     case $1 in
     goals-8b | profiles | host | attention) echo 300 ;;
     tests | settings) echo 480 ;;
-    goals-qwen | http | limits | sampling) echo 240 ;;
+    goals-qwen | http | limits | sampling | startup) echo 240 ;;
     *) return 1 ;;
     esac
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from asyncllm.api.errors import ApiError
 
@@ -71,3 +72,26 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+class Viewers:
+    """Counts who watches the engine. Used on one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.count = 0
+
+    def enter(self) -> Callable[[], None]:
+        """One more; what it returns is called once when it leaves. Raises 429."""
+        if self.count >= self._most:
+            raise ApiError(
+                429,
+                f"{self.count} clients watch the engine already, as many as this server lets.",
+                code="too_many_viewers",
+                headers={"retry-after": "10"},
+            )
+        self.count += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self.count -= 1

@@ -59,9 +59,11 @@ async def metrics(serving: Serving, call: Call) -> Reply:
 
 
 async def watch_engine(serving: Serving, call: Call) -> Reply:
-    """The engine, seen live."""
+    """The engine, seen live. Raises 429 where as many watch as may."""
     serving.engine.statistics()  # raises where there is nothing to see
-    return event_reply(engine_events(serving.engine, serving.metrics))
+    reply = event_reply(engine_events(serving.engine, serving.metrics))
+    reply.held.callback(serving.viewers.enter())
+    return reply
 
 
 async def show_page(serving: Serving, call: Call) -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from asyncllm.api.response_input import answer_messages, input_items, input_mess
 from asyncllm.api.response_store import StoredResponse
 from asyncllm.api.response_writer import ResponseWriter
 from asyncllm.api.serving import Call, Serving
-from asyncllm.results import Completion
+from asyncllm.api.token_events import TokenEvents
+from asyncllm.results import Completion, TokenDelta
 from asyncllm.structured import StructuredOutput
 
 
@@ -156,23 +157,26 @@ async def _collected(serving: Serving, call: Call, job: _Job, done: Completion) 
     return writer.response
 
 
-async def _events(
-    serving: Serving, call: Call, job: _Job, generation: Generation, answer: Answer
-) -> AsyncGenerator[bytes, None]:
-    writer = job.writer
-    try:
-        yield writer.begin().encode()
-        async for delta in generation.streams[0]:
-            text = writer.push(answer.push(delta.text), delta.logprobs)
-            generation.seen(delta)
-            if delta.finish_reason is not None and delta.usage is not None:
-                text += writer.push(answer.flush()) + writer.end(delta.finish_reason, delta.usage)
-                await _keep(serving, call, job)
-            if text:
-                yield text.encode()
-    except Exception as error:
+def _events(serving: Serving, call: Call, job: _Job, generation: Generation, answer: Answer) -> TokenEvents:
+    writer, ended = job.writer, ""
+
+    def render(delta: TokenDelta, position: int) -> str:
+        nonlocal ended
+        text = writer.push(answer.push(delta.text), delta.logprobs)
+        if delta.finish_reason is not None and delta.usage is not None:
+            text += writer.push(answer.flush())
+            ended = writer.end(delta.finish_reason, delta.usage)
+        return text
+
+    async def last() -> str:
+        await _keep(serving, call, job)  # before the client hears that it may ask for it
+        return ended
+
+    def fail(error: Exception) -> str:
         told = failure(error)
-        yield writer.fail(told.code or "server_error", told.message).encode()
+        return writer.fail(told.code or "server_error", told.message)
+
+    return TokenEvents(generation, render, fail, first=writer.begin(), last=last)
 
 
 async def _keep(serving: Serving, call: Call, job: _Job) -> None:

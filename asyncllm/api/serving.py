@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from asyncllm.api.admission import Admission, Ticket
+from asyncllm.api.admission import Admission, Ticket, Viewers
 from asyncllm.api.errors import ApiError
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service_metrics import ServiceMetrics
@@ -47,6 +47,7 @@ class Serving:
         self.settings = settings
         self.responses = responses
         self.admission = Admission(settings.max_queue)
+        self.viewers = Viewers(settings.max_viewers)
         self.created = int(time.time())
 
     @cached_property

@@ -46,6 +46,8 @@ class ApiSettings:
     """Responses kept for `previous_response_id`; the oldest go first."""
     max_stored_bytes: int = 64 * MIB
     """The same, as bytes of their JSON text."""
+    max_viewers: int = 16
+    """The most clients that watch `/engine/events` at once, the page's live view among them; more get 429."""
     page: bool = True
     """Serve the playground and the live view at `/`."""
 
@@ -53,7 +55,7 @@ class ApiSettings:
         for name in ("api_keys", "model_names", "cors_origins"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         for name, low in (("max_body_bytes", 1), ("max_prompts", 1), ("max_choices", 1), ("max_queue", 0),
-                          ("max_stored_responses", 0), ("max_stored_bytes", 0)):  # fmt: skip
+                          ("max_stored_responses", 0), ("max_stored_bytes", 0), ("max_viewers", 0)):  # fmt: skip
             _count(name, getattr(self, name), low)
         if self.max_tokens is not None:
             _count("max_tokens", self.max_tokens, 1)

@@ -8,7 +8,7 @@ and finds its bytes (`async for`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import coroutine
 from typing import Any, Self
 
@@ -23,11 +23,11 @@ class TokenEvents:
     or behind an error."""
 
     __slots__ = (
-        "_alone", "_begun", "_called", "_closed", "_fail", "_first", "_loop", "_more", "_render", "_seen",
+        "_alone", "_begun", "_called", "_closed", "_fail", "_first", "_last", "_loop", "_more", "_render", "_seen",
         "_send", "_sender", "_streams",
     )  # fmt: skip
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what is rare by keyword
         self,
         generation: Generation,
         render: Callable[[TokenDelta, int], str],
@@ -35,15 +35,17 @@ class TokenEvents:
         *,
         n: int = 1,
         first: str = "",
+        last: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         """`render`: the events of a delta, with the position of its stream. `fail`: the event of an error. `n`: choices
-        of each stream. `first`: what comes before all deltas."""
+        of each stream. `first`: what comes before all deltas, and `last` behind them, unless there was an error."""
         self._seen = generation.seen
         self._render = render
         self._fail = fail
         self._streams = dict(enumerate(generation.streams))  # those that have not ended, by their positions
         self._alone = generation.streams[0] if n == len(generation.streams) == 1 else None
         self._first = first
+        self._last = last
         self._loop = asyncio.get_running_loop()
         self._send: Send | None = None  # None: the task sends
         self._sender: asyncio.Future[Any] = asyncio.Future(loop=self._loop)  # what the task waits for
@@ -56,6 +58,8 @@ class TokenEvents:
         return self
 
     def __anext__(self) -> asyncio.Future[bytes]:
+        if self._last is not None and not self._streams:
+            return self._loop.create_task(self._take_last())
         self._sender = asyncio.Future(loop=self._loop)
         self._ask()
         return self._sender
@@ -70,11 +74,20 @@ class TokenEvents:
                 self._ask()
                 await _rest(*await self._sender)
         except StopAsyncIteration:
-            return
+            if self._last is not None:
+                await send(await self._take_last())
         except asyncio.CancelledError:
             if self._sender.done() and not self._sender.cancelled() and self._sender.exception() is None:
                 self._sender.result()[0].close()  # begun, and maybe not yet gone on with
             raise
+
+    async def _take_last(self) -> bytes:
+        last, self._last = self._last, None
+        assert last is not None
+        try:
+            return (await last()).encode()
+        except Exception as error:
+            return self._fail(error).encode()
 
     async def aclose(self) -> None:
         """Nobody sends any more."""
@@ -137,6 +150,7 @@ class TokenEvents:
                     text += self._events(delta, position)
         except Exception as error:
             self._streams.clear()
+            self._last = None
             text += self._fail(error)
         return text
 

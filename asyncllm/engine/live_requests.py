@@ -263,7 +263,7 @@ class LiveRequests:
     def release(self, request: Request) -> None:
         """The request holds no row and no block any more."""
         if self._requests.pop(request.id, None) is not None:
-            mailbox = request.mailbox
+            mailbox, request.place = request.mailbox, None
             mailbox.released = True
             mailbox.notify()
             self._consumers.forget(request.id, mailbox)

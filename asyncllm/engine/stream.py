@@ -174,7 +174,7 @@ class TokenStream:
         if self._loop is not None:
             process.check(self._pid)
         self._leave()
-        if self._loop is None:
+        if self._loop is None or self._mailbox.released:  # mostly: a stream that was read to its end is free by then
             return
         interruption: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):  # else a cancelled scope of the caller would cancel each wait anew

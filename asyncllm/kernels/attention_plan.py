@@ -25,6 +25,7 @@ from asyncllm.kernels.language import (
     await_previous,
     constexpr,
     jit,
+    jit_unspecialized,
     launch_next,
     next_power_of_2,
     overlap_options,
@@ -400,7 +401,7 @@ def _group_prefixes(
     tl.store(prefixes + _SHARED * SEQUENCES + lanes, shared * BLOCK_SIZE)
 
 
-@jit
+@jit_unspecialized("small_room", "large_room")
 def _plan_kernel(
     small_units: tl.tensor,
     large_units: tl.tensor,

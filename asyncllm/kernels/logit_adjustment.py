@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, constexpr, jit, tl
+from asyncllm.kernels.language import ceil_div, constexpr, jit, jit_unspecialized, tl
 from asyncllm.kernels.sampled_rows import COUNTS, MASKS, LogitRows, RowSettings
 
 FIELDS = (
@@ -89,7 +89,7 @@ def _copy(target: tl.tensor, source: tl.tensor, first: tl.tensor, count: tl.tens
         tl.store(target + places, tl.load(source + first + places, mask=places < count, other=0), mask=places < count)
 
 
-@jit
+@jit_unspecialized("most_biases")
 def _adjustment_join_kernel(
     fields: tl.tensor,
     biased: tl.tensor,
@@ -193,7 +193,7 @@ def _spread_kernel(
     tl.store(adjusted + index.to(tl.int64) * ADJUSTED_STRIDE + ids, x, mask=inside)
 
 
-@jit
+@jit_unspecialized("most_suppressed", "most_biases")
 def _scatter_kernel(
     adjusted: tl.tensor,
     rows: tl.tensor,
@@ -212,9 +212,9 @@ def _scatter_kernel(
     num_seen: tl.tensor,
     seen: tl.tensor,
     seen_counts: tl.tensor,
+    most_suppressed: tl.int32,
+    most_biases: tl.int32,
     ADJUSTED_STRIDE: tl.constexpr,
-    MOST_SUPPRESSED: tl.constexpr,
-    MOST_BIASES: tl.constexpr,
     MOST_SEEN: tl.constexpr,
     SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,13 +232,13 @@ def _scatter_kernel(
         count = tl.load(num_suppressed + row)
         for start in range(0, count, BLOCK):
             inside = start + lanes < count
-            ids = tl.load(suppressed + row * MOST_SUPPRESSED + start + lanes, mask=inside, other=0)
+            ids = tl.load(suppressed + row * most_suppressed + start + lanes, mask=inside, other=0)
             tl.store(target + ids, float("-inf"), mask=inside)
         tl.debug_barrier()  # other threads read on what these wrote
     count = tl.load(num_biases + row)
     for start in range(0, count, BLOCK):
         inside = start + lanes < count
-        places = row.to(tl.int64) * MOST_BIASES + start + lanes
+        places = row.to(tl.int64) * most_biases + start + lanes
         ids = tl.load(biased + places, mask=inside, other=0)
         x = tl.load(target + ids, mask=inside, other=0.0)
         tl.store(target + ids, x + tl.load(biases + places, mask=inside, other=0.0), mask=inside)
@@ -308,9 +308,9 @@ def adjust_logits(
         adjustments.integers("num_seen"),
         adjustments.seen,
         adjustments.seen_counts,
+        settings.suppressed.shape[1],
+        adjustments.biased.shape[1],
         ADJUSTED_STRIDE=adjusted.stride(0),
-        MOST_SUPPRESSED=settings.suppressed.shape[1],
-        MOST_BIASES=adjustments.biased.shape[1],
         MOST_SEEN=adjustments.seen.shape[1],
         SKIP=skip,
         BLOCK=_BLOCK,

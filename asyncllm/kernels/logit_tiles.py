@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, tl
+from asyncllm.kernels.language import ceil_div, jit, jit_unspecialized, tl
 from asyncllm.kernels.sampled_rows import AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
 from asyncllm.kernels.thresholds import largest_threshold
 
@@ -45,7 +45,7 @@ def read_logits(
     return clean(tl.load(source + ids, mask=inside, other=float("-inf")))
 
 
-@jit
+@jit_unspecialized("most_suppressed")
 def _sum_tiles_kernel(
     tops: tl.tensor,
     sums: tl.tensor,
@@ -59,10 +59,10 @@ def _sum_tiles_kernel(
     num_suppressed: tl.tensor,
     suppressed: tl.tensor,
     duties: tl.tensor,
+    most_suppressed: tl.int32,
     LOGITS_STRIDE: tl.constexpr,
     ADJUSTED_STRIDE: tl.constexpr,
     ADJUSTED: tl.constexpr,
-    MOST_SUPPRESSED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -85,7 +85,7 @@ def _sum_tiles_kernel(
         x = clean(tl.load(source + ids))
     if (is_adjusted == 0) & (tl.load(positions + index) < tl.load(suppress_before + row)):
         for i in range(0, tl.load(num_suppressed + row)):
-            banned = tl.load(suppressed + row * MOST_SUPPRESSED + i)
+            banned = tl.load(suppressed + row * most_suppressed + i)
             x = tl.where(ids == banned, float("-inf"), x)
             tl.store(source + banned, float("-inf"), mask=banned // (TILE * AT_ONCE) == tl.program_id(1))
     top = tl.max(x, axis=1)
@@ -122,10 +122,10 @@ def sum_tiles(
         settings.num_suppressed,
         settings.suppressed,
         others.duties,
+        settings.suppressed.shape[1],
         LOGITS_STRIDE=logits.stride(0),
         ADJUSTED_STRIDE=others.logits.stride(0),
         ADJUSTED=adjusted is not None,
-        MOST_SUPPRESSED=settings.suppressed.shape[1],
         VOCABULARY=where.vocabulary,
         TILES=tiles,
         TILE=TILE,

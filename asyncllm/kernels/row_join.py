@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import jit, tl
+from asyncllm.kernels.language import jit_unspecialized, tl
 
 JOIN_SETTINGS = (
     "prompt_tokens",
@@ -25,7 +25,7 @@ _SEED, _ROW, _FIRST = 8, 10, 11
 _BLOCK = 128
 
 
-@jit
+@jit_unspecialized("most")
 def _row_join_kernel(
     settings: tl.tensor,
     seeds: tl.tensor,

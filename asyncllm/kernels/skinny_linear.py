@@ -21,6 +21,7 @@ from asyncllm.kernels.language import (
     await_previous,
     ceil_div,
     jit,
+    jit_unspecialized,
     launch_next,
     next_power_of_2,
     overlap_options,
@@ -188,7 +189,7 @@ def _high(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.te
     return tl.zeros_like(words).to(tl.float32)
 
 
-@jit
+@jit_unspecialized("rows")
 def _tile_kernel(
     output: tl.tensor,
     x: tl.tensor,

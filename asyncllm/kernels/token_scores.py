@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, jit, next_power_of_2, tl
+from asyncllm.kernels.language import ceil_div, jit, jit_unspecialized, next_power_of_2, tl
 from asyncllm.kernels.sampled_rows import LogitRows
 
 MOST_LIKELY = 20
@@ -139,7 +139,7 @@ def _most_likely_kernel(
         tl.store(top_scores + target + place, last - whole)
 
 
-@jit
+@jit_unspecialized("line", "most")
 def _named_kernel(
     named_scores: tl.tensor,
     named_ranks: tl.tensor,
@@ -153,11 +153,11 @@ def _named_kernel(
     num_named: tl.tensor,
     named: tl.tensor,
     temperature: tl.tensor,
-    LINE: tl.constexpr,
+    line: tl.int32,
+    most: tl.int32,
     LOGITS_STRIDE: tl.constexpr,
     PROCESSED: tl.constexpr,
     VOCABULARY: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
@@ -169,14 +169,14 @@ def _named_kernel(
         return
     token = tl.load(token_ids + index)
     if place > 0:
-        token = tl.load(named + row * MOST + place - 1)
+        token = tl.load(named + row * most + place - 1)
     factor = _factor(temperature, row, PROCESSED)
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
     value = tl.maximum(tl.load(source + token).to(tl.float32) * factor, float("-inf"))
     larger = tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCABULARY, BLOCK):
         larger += (_read_scaled(source, start + tl.arange(0, BLOCK), factor, VOCABULARY) > value).to(tl.int32)
-    target = tl.load(turn).to(tl.int64) * LINE + index * (1 + MOST) + place
+    target = tl.load(turn).to(tl.int64) * line + index * (1 + most) + place
     tl.store(named_scores + target, value - tl.load(sums + index))
     tl.store(named_ranks + target, 1 + tl.sum(larger, axis=0))
 
@@ -250,11 +250,11 @@ def score_named(
             requests.num_named,
             requests.named,
             workspace.sums if temperature is None else temperature,
-            LINE=ring.named_scores.stride(0),
+            ring.named_scores.stride(0),
+            most,
             LOGITS_STRIDE=logits.stride(0),
             PROCESSED=temperature is not None,
             VOCABULARY=where.vocabulary,
-            MOST=most,
             BLOCK=_BLOCK,
             num_warps=8,
         )

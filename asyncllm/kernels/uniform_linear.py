@@ -15,7 +15,7 @@ from asyncllm.kernels.language import (
     TensorDescriptor,
     await_previous,
     ceil_div,
-    jit,
+    jit_unspecialized,
     launch_next,
     overlap_options,
     tl,
@@ -44,7 +44,7 @@ def _tiling(rows: int, dtype: torch.dtype) -> _Tiling:
     return _FEW if rows <= 64 else _SOME if rows <= 512 else _MANY
 
 
-@jit
+@jit_unspecialized("rows")
 def _uniform_linear_kernel(
     output: tl.tensor,
     x: tl.tensor,

@@ -87,7 +87,7 @@ async def serving(kind: str, engine: AsyncEngine, **settings: Any) -> AsyncItera
     if kind == "aiohttp":
         runner = web.AppRunner(create_aiohttp_app(engine, **settings))
         await runner.setup()
-        listener = _listener()
+        listener = open_listener()
         await web.SockSite(runner, listener).start()
         try:
             yield listener.getsockname()[1]
@@ -102,7 +102,7 @@ async def serving(kind: str, engine: AsyncEngine, **settings: Any) -> AsyncItera
 @asynccontextmanager
 async def serving_asgi(kind: str, app: Any) -> AsyncIterator[int]:
     """Any ASGI app under uvicorn, hypercorn or granian."""
-    listener = _listener()
+    listener = open_listener()
     port = listener.getsockname()[1]
     if kind == "uvicorn":
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
@@ -151,7 +151,7 @@ async def _connectable(port: int) -> None:
             return writer.close()
 
 
-def _listener() -> socket.socket:
+def open_listener() -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", 0))

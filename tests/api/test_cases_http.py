@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from asyncllm import AsyncEngine
 from asyncllm.api import create_asgi_app
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_piece_model, write_script_model, write_tiny_model
-from tests.api.asgi_client import get, post, request
+from tests.api.asgi_client import get, post, request, until
 from tests.api.conftest import MakeEngine
+from tests.api.servers import serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -131,6 +133,25 @@ async def test_g16_zero_is_not_null(shadow_app: Any) -> None:
     assert answer.status == 400
     assert answer.json["error"]["code"] == "context_length_exceeded"
     assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn", "hypercorn"])
+async def test_g22_who_goes_is_served_no_more(shadow: MakeEngine, kind: str) -> None:
+    engine = shadow()
+    body = {"messages": HI, "max_tokens": 1900, "ignore_eos": True}
+    async with serving(kind, engine) as port, ClientSession(f"http://127.0.0.1:{port}") as session:
+        for _ in range(20):
+            async with session.post(CHAT, json=body | {"max_tokens": 2}) as answer:
+                assert answer.status == 200
+        assert engine.statistics().requests_aborted == 0
+        for left, stream in enumerate((False, True), start=1):
+            async with ClientSession(f"http://127.0.0.1:{port}") as leaving:
+                going = asyncio.create_task(leaving.post(CHAT, json=body | {"stream": stream}))
+                await until(lambda: engine.statistics().requests_running > 0)
+                going.cancel()
+            await until(lambda: engine.statistics().requests_running == 0, 2)  # a whole answer takes longer
+            await until(lambda: engine.statistics().blocks_used == 0, 2)
+            assert engine.statistics().requests_aborted == left
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], ["ok", ""], [[]]])
@@ -281,3 +302,46 @@ async def test_g36_no_chat_template(tmp_path: Path) -> None:
         assert "chat template" in refused.json["error"]["message"]
     async with AsyncEngine(str(folder), device="cpu", num_blocks=64, chat_template=CHAT_TEMPLATE) as engine:
         assert (await post(create_asgi_app(engine), CHAT, {"messages": HI, "max_tokens": 1})).status == 200
+
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"input": ""}, "prompt is empty"),
+        ({"input": []}, "input is empty"),
+        ({"input": ["One", ""]}, "prompt is empty"),
+        ({"input": [5, 100_000]}, "outside the vocabulary"),
+        ({"input": [-1]}, "outside the vocabulary"),
+        ({"input": [5] * 5000}, "context"),
+        ({"input": ["One"] * 129}, "at most 128 texts"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 65}, "at most 64"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"input": None}, "input"),
+    ],
+)
+async def test_embeddings_that_cannot_be(tiny_app: Any, change: dict[str, Any], told: str) -> None:
+    refused = await post(tiny_app, EMBEDDINGS, {"input": "One"} | change)
+    assert refused.status == 400
+    assert told in refused.json["error"]["message"]
+    assert refused.json["error"]["type"] == "invalid_request_error"
+    assert (await post(tiny_app, EMBEDDINGS, {"input": "One"})).status == 200
+
+
+async def test_embeddings_where_there_are_none(shadow_app: Any) -> None:
+    refused = await post(shadow_app, EMBEDDINGS, {"input": "One"})
+    assert refused.status == 400
+    assert "no embeddings" in refused.json["error"]["message"]
+
+
+async def test_embeddings_of_ids_and_texts(tiny_app: Any) -> None:
+    ids = (await post(tiny_app, "/tokenize", {"prompt": "One"})).json["tokens"]
+    texts = (await post(tiny_app, EMBEDDINGS, {"input": ["One", "One two"]})).json
+    of_ids = (await post(tiny_app, EMBEDDINGS, {"input": ids})).json
+    several = (await post(tiny_app, EMBEDDINGS, {"input": [ids, ids]})).json
+    assert of_ids["data"][0]["embedding"] == texts["data"][0]["embedding"] != texts["data"][1]["embedding"]
+    assert [each["embedding"] for each in several["data"]] == [of_ids["data"][0]["embedding"]] * 2
+    assert of_ids["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}

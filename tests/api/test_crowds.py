@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -15,6 +16,7 @@ from asyncllm import AsyncEngine
 from asyncllm.api import create_asgi_app
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
+from tests.api import servers
 from tests.api.asgi_client import until
 from tests.api.servers import serving
 
@@ -61,6 +63,9 @@ async def crowd(port: int, engine: AsyncEngine, clients: int, tokens: int) -> No
     whole = await asyncio.gather(*(client(port, tokens, after, seed) for seed, after in enumerate(leaving)))
     assert all(came for came, after in zip(whole, leaving, strict=True) if after is None)
     await until(lambda: engine.statistics().blocks_used == 0 and engine.statistics().rows_used == 0)
+    s = engine.statistics()
+    print(f"{clients} clients: {sum(whole)} read to the end, {clients - sum(whole)} left; {s.tokens_generated} tokens, "
+          f"{s.blocks_used} blocks used, {s.rows_used} rows used")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
@@ -104,6 +109,79 @@ async def test_slow_readers(engine: AsyncEngine, kind: str, tokens: int) -> None
         assert received > 0
         for connection in slow:
             connection.close()
+    await until(lambda: engine.statistics().blocks_used == 0)
+
+
+class Crawler:
+    """A client that reads 1 kB a second, as slowly as its kernel lets it."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    async def read(self, port: int, tokens: int, seed: int) -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+            await loop.sock_sendall(connection, asked(tokens, seed))
+            while True:
+                self.received += len(await loop.sock_recv(connection, 256))
+                await asyncio.sleep(0.25)
+
+
+def buffered() -> int:
+    """Bytes that wait in this process for a socket to take them."""
+    transports = [each for each in gc.get_objects() if isinstance(each, asyncio.WriteTransport)]
+    return sum(each.get_write_buffer_size() for each in transports)
+
+
+async def best_of(times: int, port: int, tokens: int) -> float:
+    """Seconds that one client waits for an answer."""
+    best = float("inf")
+    for seed in range(times):
+        start = time.monotonic()
+        assert await client(port, tokens, None, 1000 + seed)
+        best = min(best, time.monotonic() - start)
+    return best
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_readers_of_a_kilobyte_a_second(
+    engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside 32 of them others read as fast as without them, and the server holds a small part of what those have not
+    read."""
+    open_listener = servers.open_listener
+
+    def small_buffers() -> socket.socket:  # else the kernel takes it all, and the server has nothing to hold
+        found = open_listener()
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+        return found
+
+    monkeypatch.setattr(servers, "open_listener", small_buffers)
+    readers, tokens = 32, 2000
+    async with serving(kind, engine) as port:
+        await asyncio.gather(*(client(port, 64, None, seed) for seed in range(readers)))  # memory that is used again
+        alone = await best_of(25, port, 128)
+        crawlers = [Crawler() for _ in range(readers)]
+        tasks = [asyncio.create_task(each.read(port, tokens, seed)) for seed, each in enumerate(crawlers)]
+        await until(lambda: engine.statistics().requests_running == readers, 30)
+        await until(lambda: engine.statistics().requests_running == 0, 120)  # the engine does not wait for them
+        beside = await best_of(25, port, 128)
+        held = buffered()
+        await asyncio.sleep(3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        read, sent = sum(each.received for each in crawlers), readers * tokens * 190  # at least, were all events sent
+        print(f"{kind}: an answer of 128 tokens takes {alone:.3f} s, {beside:.3f} s beside {readers} slow readers,")
+        print(f"who read {read:,} bytes of {sent:,}; {held:,} bytes were in the server's buffers")
+        assert all(each.received > 1024 for each in crawlers)
+        assert beside < 1.5 * alone + 0.01
+        assert 0 < held < readers * 160 * 1024
     await until(lambda: engine.statistics().blocks_used == 0)
 
 

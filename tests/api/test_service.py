@@ -148,6 +148,29 @@ async def test_a_full_queue(engine: AsyncEngine, shadow_model: ShadowModel) -> N
     assert (await post(app, COMPLETIONS, PROMPT)).status == 200
 
 
+async def test_so_many_may_watch(engine: AsyncEngine) -> None:
+    app = create_asgi_app(engine, max_viewers=2)
+    viewers = app.service.serving.viewers
+    leaving = [asyncio.Event(), asyncio.Event()]
+    watching = [asyncio.create_task(request(app, "GET", "/engine/events", gone=gone)) for gone in leaving]
+    await until(lambda: viewers.count == 2)
+    refused = await get(app, "/engine/events")
+    assert (refused.status, refused.json["error"]["code"]) == (429, "too_many_viewers")
+    assert int(refused.headers["retry-after"]) > 0
+    assert "2 clients" in refused.json["error"]["message"]
+    leaving[0].set()
+    await watching[0]
+    assert viewers.count == 1
+    leaving.append(asyncio.Event())
+    watching.append(asyncio.create_task(request(app, "GET", "/engine/events", gone=leaving[-1])))
+    await until(lambda: viewers.count == 2)
+    for gone in leaving:
+        gone.set()
+    await asyncio.gather(*watching)
+    assert viewers.count == 0
+    assert (await get(create_asgi_app(engine, max_viewers=0), "/engine/events")).status == 429
+
+
 async def test_the_servers_timeout(engine: AsyncEngine, shadow_model: ShadowModel) -> None:
     assert shadow_model.runner is not None
     shadow_model.runner.latency = 0.01
@@ -372,6 +395,7 @@ def test_every_error_has_an_answer() -> None:
         {"api_keys": [""]},
         {"max_body_bytes": 0},
         {"max_queue": -1},
+        {"max_viewers": -1},
         {"request_timeout": 0},
         {"drain_timeout": -1},
         {"request_chat_templates": 1},

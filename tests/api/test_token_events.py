@@ -72,6 +72,29 @@ async def test_what_comes_first_comes_first(engine: AsyncEngine) -> None:
     assert by_choice([event async for event in events])["0.0"][0] == "begin"
 
 
+@pytest.mark.parametrize("pours", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_comes_last_may_take_its_time(engine: AsyncEngine, pours: bool, fails: bool) -> None:
+    sent: list[bytes] = []
+
+    async def send(event: bytes) -> None:
+        sent.append(event)
+
+    async def last() -> str:
+        await asyncio.sleep(0.01)
+        if fails:
+            raise OSError("no room")
+        return "0.0:end"
+
+    events = await events_of(engine, last=last)
+    if pours:
+        await events.pour(send)
+    else:
+        sent = [event async for event in events]
+    assert len(by_choice(sent[:-1])["0.0"]) == 40
+    assert sent[-1] == (b"no room" if fails else b"0.0:end")
+
+
 async def test_a_send_that_waits_is_gone_on_with_in_the_task(engine: AsyncEngine) -> None:
     sent: list[bytes] = []
 

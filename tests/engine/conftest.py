@@ -45,5 +45,5 @@ async def settled(engine: AsyncEngine, shadow: ShadowModel) -> None:
         while engine.statistics().blocks_used:  # noqa: ASYNC110  (there is no such event)
             await asyncio.sleep(0.001)
     assert engine.statistics().blocks_used == engine.statistics().rows_used == 0
-    assert shadow.runner is not None
-    assert not shadow.runner.faults
+    if shadow.runner is not None:  # else it is in the engine's process, and a fault there fails its step
+        assert not shadow.runner.faults

@@ -94,6 +94,15 @@ if INTERPRETED:  # a compiled kernel cannot be looked into
         check(rows_of(1.0, 5), SETTINGS[:3], candidates=16)
         assert 6 < looks.count < 60
 
+else:
+
+    @pytest.mark.parametrize("scale", [1.0, 4.0])
+    def test_a_whole_vocabulary(scale: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the sizes that it is made for."""
+        monkeypatch.undo()
+        logits = make_logits(len(SETTINGS) + 1, torch.bfloat16, scale=scale, vocabulary=151_936).to(device)
+        check(logits, SETTINGS, candidates=4096)
+
 
 @pytest.mark.parametrize("grain", [0.5, 40.0, pytest.param(2.0, marks=FULL)])
 def test_equal_logits(grain: float, device: torch.device) -> None:

@@ -34,6 +34,7 @@ export async function startEngineView(onDenied) {
       }
     } catch (error) {
       if (error instanceof ApiFailure && [401, 403].includes(error.status)) await onDenied();
+      else if (error instanceof ApiFailure && error.status === 429) setConnection("Too many viewers, trying again", "lost");
       else if (!connection.signal.aborted) setConnection("Connection lost, trying again", "lost");
     }
     if (!connection.signal.aborted) await new Promise((resolve) => setTimeout(resolve, wait));

@@ -1,7 +1,14 @@
-"""Brings up a model on a GPU: weights, cache, and a first run of every kernel."""
+"""Brings up a model on a GPU: weights, cache, and a first run of every kernel.
+
+The kernels are compiled side by side, and while weights are loaded: the first steps are launched once without running
+our kernels, to learn which there are. Then they run, and are captured.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +23,14 @@ from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.kv_cache import allocate_device_cache
+from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import choose_sizes, dtype_name, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
+from asyncllm.kernels.language import compiling
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
@@ -30,6 +39,8 @@ from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.weights.source import ModelSource
 from asyncllm.weights.tensors import iterate_tensors
+
+logger = logging.getLogger("asyncllm")
 
 _BLOCK_SIZE = 64
 _BATCHED_TOKENS = 8192
@@ -108,10 +119,6 @@ def _build(
     with space.entered():
         placement = Placement(dtype, device, kernels=True, deterministic=config.deterministic)
         model = make_model(model_config, sizes.layout.layers, length, placement)
-        if source.load_format == "dummy":
-            fill_weights(model)
-        else:
-            load_weights(model, thread.interruptible(iterate_tensors(source)))
         cache = allocate_device_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
         ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_sizes = RowSizes(
@@ -123,10 +130,31 @@ def _build(
             steps=STEPS,
             dtype=dtype,
         )
-        rows = DeviceRows(row_sizes, device, processed_logprobs=config.logprobs_mode == "processed")
+        processed = config.logprobs_mode == "processed"
+        rows = DeviceRows(row_sizes, device, processed_logprobs=processed)
         program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
         executor = CudaExecutor(space, program, rows, ring, cache)
-    turn = _run_first(executor, first_plans(config.max_num_seqs, sizes.max_batched_tokens, length))
+    plans = first_plans(config.max_num_seqs, sizes.max_batched_tokens, length)
+    started = time.monotonic()
+    with compiling(os.cpu_count() or 1) as compilation:
+        for plan in plans:
+            executor.enqueue(plan, 0)
+        launch_rare_kernels(row_sizes, processed_logprobs=processed)
+        with space.entered():  # while they compile
+            if source.load_format == "dummy":
+                fill_weights(model)
+            else:
+                load_weights(model, thread.interruptible(iterate_tensors(source)))
+        loaded = time.monotonic()
+    compiled = time.monotonic()
+    turn = _run_first(executor, plans)
+    logger.debug(
+        "brought up: %d kernels launched and weights loaded in %.2f s, compiled %.2f s later, first steps in %.2f s",
+        len(compilation.kinds),
+        loaded - started,
+        compiled - loaded,
+        time.monotonic() - compiled,
+    )
     memory = {"weights": model.weight_bytes(), "cache": cache.nbytes}
     memory["workspace"] = space.reserved_bytes() - sum(memory.values())
     memory["graphs"] = 0

@@ -134,7 +134,9 @@ class EngineProcess:
         receiver = Receiver(child.connection)
         try:
             while (message := receiver.receive()) is not None:
-                self._take(child, life, message, more=receiver.more)
+                self._take(child, life, message)
+                if not receiver.more:  # of a host that lagged behind, several messages wake it once
+                    self._core.wake()
         except Exception as error:  # it says what nobody understands
             logger.exception("the engine's process cannot be understood")
             life.reason = error
@@ -145,20 +147,20 @@ class EngineProcess:
             call.cancel()
         if life.in_order or self._stopping:
             return life
-        if not isinstance(life.reason, AsyncLLMError) or life.started:
+        if life.started or life.reason is None:
             text = f"the engine's process has died: {ended if life.reason is None else life.reason}"
             life.reason = _caused(EngineCrashed(text), life.reason)
         if self.started.done():
-            logger.error("%s", life.reason)
             reason = life.reason
+            logger.error("%s; another one takes its place", reason)
             self._core.lose(lambda: _caused(EngineCrashed(str(reason)), reason.__cause__))
         return life
 
-    def _take(self, child: ChildProcess, life: _Life, message: Any, *, more: bool) -> None:
+    def _take(self, child: ChildProcess, life: _Life, message: Any) -> None:
         core = self._core
         match message:
             case News():
-                core.take(message, more)
+                core.take(message)
             case CallHook():
                 self._call_hook(child, message)
             case CancelHook(number):

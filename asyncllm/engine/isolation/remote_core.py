@@ -88,21 +88,22 @@ class RemoteCore:
         self._take_statistics(started.statistics)
         self._state = EngineState.RUNNING
 
-    def take(self, news: News, more: bool) -> None:
-        """What a turn of the child has brought; where there are `more`, nobody is woken for this one alone."""
+    def take(self, news: News) -> None:
+        """What a turn of the child has brought; `wake` follows."""
         if news.statistics is not None:  # first: who sees an end sees what it has freed
             self._take_statistics(news.statistics)
         self.streams.take(news)
-        if not more:
-            for orphan in self.streams.send():
-                self.abandon(orphan)
+
+    def wake(self) -> None:
+        """Tell each loop that has something to look at, once."""
+        for orphan in self.streams.send():
+            self.abandon(orphan)
 
     def refuse(self, refused: Refused) -> None:
         """The child could not read a request."""
         error = refused.error.restore()
         assert isinstance(error, AsyncLLMError)
         self.streams.fail([refused.number], lambda: error)
-        self.streams.send()
 
     def lose(self, failure: Callable[[], AsyncLLMError]) -> None:
         """The child is gone."""

@@ -26,6 +26,12 @@ def continued(before: EngineStatistics, now: EngineStatistics) -> EngineStatisti
 
 def without_requests(statistics: EngineStatistics) -> EngineStatistics:
     """The same of an engine that holds nothing any more."""
-    total = statistics.blocks_total
-    nothing = {"requests_running": 0, "requests_waiting": 0, "rows_used": 0, "blocks_used": 0, "blocks_cached": 0}
-    return replace(statistics, blocks_free=total, **nothing)
+    return replace(
+        statistics,
+        requests_running=0,
+        requests_waiting=0,
+        rows_used=0,
+        blocks_used=0,
+        blocks_cached=0,
+        blocks_free=statistics.blocks_total,
+    )

@@ -120,7 +120,7 @@ class ErrorReport:
                 found = unpack(self.packed)
             except Exception:  # its class is not to be found here, or wants other arguments
                 found = None
-            if isinstance(found, BaseException) and repr(found) == self.shown:
+            if isinstance(found, BaseException) and _shown(repr, found) == self.shown:
                 return found
         return ForeignError(self.text, self.shown)
 

@@ -24,9 +24,10 @@ def most_blocks(groups: tuple[CacheGroup, ...], block_size: int, positions: int)
 
     A span of w positions touches at most (w + block_size - 2) // block_size + 1 blocks.
     """
-    full = -(-positions // block_size)
-    windows = [(group.window + block_size - 2) // block_size + 1 for group in groups if group.window is not None]
-    return full * (len(groups) - len(windows)) + sum(min(full, window) for window in windows)
+    full, needed = -(-positions // block_size), 0
+    for group in groups:
+        needed += full if group.window is None else min(full, (group.window + block_size - 2) // block_size + 1)
+    return needed
 
 
 def most_positions(groups: tuple[CacheGroup, ...], block_size: int, num_blocks: int, limit: int) -> int:
@@ -87,14 +88,17 @@ class KvCache:
 
         Blocks of the hit that others hold cost nothing, if they stay (in full groups) and are only read.
         """
+        needed = most_blocks(self._groups, self._block_size, request.known)
         whole = hit.positions // self._block_size
+        if not whole:
+            return needed
         shared = sum(
             self.pool.holders(block) > 0
             for group, table in zip(self._groups, hit.tables, strict=True)
             if group.window is None
             for block in table[:whole]
         )
-        return most_blocks(self._groups, self._block_size, request.known) - shared
+        return needed - shared
 
     def open(self, request: Request, hit: PrefixHit, draft: StepDraft) -> None:
         """Start the tables of a request that takes a row with the blocks of its prefix hit."""

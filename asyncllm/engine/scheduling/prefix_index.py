@@ -27,6 +27,9 @@ def root_hash(extras: Mapping[str, str]) -> bytes:
     return digest.digest()
 
 
+_NO_EXTRAS = root_hash({})
+
+
 def block_hash(parent: bytes, token_bytes: bytes) -> bytes:
     """The hash of one full block: `token_bytes` are its int32 ids, `parent` the hash of the block before."""
     return blake2b(parent + token_bytes, digest_size=HASH_BYTES).digest()
@@ -78,7 +81,7 @@ class PrefixIndex:
         if len(hashes) >= blocks:
             return
         salt = request.spec.cache_salt
-        parent = hashes[-1] if hashes else root_hash({} if salt is None else {"salt": salt})
+        parent = hashes[-1] if hashes else _NO_EXTRAS if salt is None else root_hash({"salt": salt})
         start = len(hashes) * size
         tokens = request.tokens(start, blocks * size).tobytes()
         for at in range(0, len(tokens), 4 * size):

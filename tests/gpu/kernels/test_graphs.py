@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from asyncllm.kernels import attention_plan, paged_attention, sampling
+from asyncllm.kernels.sampled_rows import LogitRows
 from tests.kernels.paged_case import Case, Prefix, Step, make_step
-from tests.kernels.test_sampling import SETTINGS, VOCABULARY, make_logits, make_settings
+from tests.kernels.sampled_cases import VOCABULARY, make_logits, make_settings
+from tests.kernels.test_sampling import SETTINGS
 
 DEVICE = torch.device("cuda")
 TOKENS, SEQUENCES, BLOCKS, WIDTH = 160, 12, 128, 8
@@ -80,23 +82,15 @@ def test_one_attention_graph_replays_any_mix(window: int | None) -> None:
 def test_sampling_graph_waits_for_nothing() -> None:
     count = len(SETTINGS)
     logits = make_logits(count, torch.float32, seed=8).to(DEVICE)
-    settings = make_settings(sampling, SETTINGS, list(range(count)), DEVICE)
+    settings = make_settings(SETTINGS, list(range(count)), DEVICE)
     workspace = sampling.make_sampling_workspace(count, VOCABULARY, DEVICE)
     rows = torch.arange(count, dtype=torch.int32, device=DEVICE)
     positions, tokens = torch.zeros_like(rows), torch.zeros_like(rows)
-    used = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    where = LogitRows(rows, positions, torch.tensor([count], dtype=torch.int32, device=DEVICE), VOCABULARY)
 
     def launch() -> None:
         sampling.sample(
-            logits,
-            settings,
-            workspace,
-            rows=rows,
-            positions=positions,
-            num_rows=used,
-            vocabulary=VOCABULARY,
-            token_ids=tokens,
-            row_token_ids=torch.empty_like(tokens),
+            logits, where, settings, workspace, token_ids=tokens, row_token_ids=torch.empty_like(tokens)
         )
 
     launch()
@@ -108,9 +102,7 @@ def test_sampling_graph_waits_for_nothing() -> None:
     for position in (1, 50):
         positions.fill_(position)
         graph.replay()
-        expected = sampling.sample_reference(
-            logits, settings, rows=rows, positions=positions, num_rows=used, vocabulary=VOCABULARY
-        )
+        expected = sampling.sample_reference(logits, where, settings)
         assert tokens.tolist() == expected.tolist()
 
 
