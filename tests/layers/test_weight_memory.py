@@ -37,14 +37,14 @@ def test_memory_is_of_zeros_and_ends_where_it_was_asked_to() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own account of a process's memory")
 def test_memory_is_private() -> None:
     """Shared memory is in huge pages hardly anywhere."""
-    address = take_memory(8 * weight_memory._PAGE).fill_(1).data_ptr()
+    memory = take_memory(8 * weight_memory._PAGE).fill_(1)
     flags: list[str] | None = None
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):  # a mapping begins: "first-end permissions …"
             first, _, end = words[0].partition("-")
-            inside = int(first, 16) <= address < int(end, 16)
+            inside = int(first, 16) <= memory.data_ptr() < int(end, 16)
         elif inside and words[0] == "VmFlags:":
             flags = words[1:]
     assert flags is not None
