@@ -120,7 +120,8 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an H200 took, on what is now the older scheduler: tokens a second (`prefill64`: input), times in ms."""
+    """What an H200 took, without a limit on chunks beside decoding rows: tokens a second (`prefill64`: input), times in
+    ms."""
 
     rate: float
     ttft: tuple[float, float]  # p50, p99
