@@ -197,9 +197,7 @@ class CudaExecutor:
         forks = self._fork_rows(plan, outputs) if plan.forks else None
         return StepSamples(places, told, ByHand(told, reader, forks))
 
-    def _told(
-        self, rows: Int32Array, places: NDArray[np.int64], turn: int, *, late: bool = False
-    ) -> StepTold | None:
+    def _told(self, rows: Int32Array, places: NDArray[np.int64], turn: int, *, late: bool = False) -> StepTold | None:
         """What the samples of these rows, at these places of the ring's line, are to be told."""
         scores = self._rows.scores
         asking = scores.asking(rows)
