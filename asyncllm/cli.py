@@ -25,7 +25,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError, ConfigError, InvalidParamsError, InvalidPromptError, RequestError
 from asyncllm.flags import add_fields, chosen_fields
 from asyncllm.params import SamplingParams
-from asyncllm.serve import ServerSettings, serve_command
+from asyncllm.serve import ENGINE_DEFAULTS, ServerSettings, serve_command
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measure_engine, table_row
 
@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--config", metavar="FILE", help="a TOML file: model, and tables engine, api and server")
     add_fields(serve.add_argument_group("server"), ServerSettings)
     add_fields(serve.add_argument_group("API"), ApiSettings)
-    add_fields(serve.add_argument_group("engine"), EngineConfig)
+    add_fields(serve.add_argument_group("engine"), EngineConfig, ENGINE_DEFAULTS)
     return parser
 
 

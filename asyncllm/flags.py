@@ -16,17 +16,18 @@ from typing import Any, Literal
 from asyncllm.errors import ConfigError
 
 
-def add_fields(group: argparse._ArgumentGroup, settings: type[Any]) -> None:
+def add_fields(group: argparse._ArgumentGroup, settings: type[Any], own: Mapping[str, Any] | None = None) -> None:
     """One flag for each field that a text can be. An absent flag leaves no attribute, so the field's own default
-    holds."""
+    holds, or the command's `own`, which is only told here."""
     hints, helps = typing.get_type_hints(settings), field_docstrings(settings)
     for field in fields(settings):
         options = _flag_options(hints[field.name])
         if options is None:
             continue
         text = helps.get(field.name, "")
-        if field.default is not MISSING and field.default not in (None, ()):
-            text = f"{text} (default: {field.default})"
+        default = (own or {}).get(field.name, field.default)
+        if default is not MISSING and default not in (None, ()):
+            text = f"{text} (default: {default})"
         group.add_argument(
             "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **options
         )

@@ -9,10 +9,10 @@ passes and in processor time of its thread. What no operator takes is the interp
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -23,6 +23,7 @@ from asyncllm.cli import find_smollm2
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cpu_runner import StepExecutor
 from asyncllm.engine.execution.loading import load_executor
+from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.weights.source import resolve_source
 from benchmarks.profile_report import table
@@ -45,11 +46,11 @@ ROLES = {
 class Steps:
     """Steps written by hand. Every row has computed `HISTORY` tokens, and its next one comes as a chunk of one."""
 
-    def __init__(self, executor: StepExecutor, block_size: int) -> None:
+    def __init__(self, executor: StepExecutor, facts: ModelFacts) -> None:
         self._executor = executor
-        blocks = -(-2 * PROMPT // block_size)
+        blocks = -(-2 * PROMPT // facts.block_size)
         entries = np.arange(ROWS * blocks, dtype=np.int32)
-        self._ids = np.random.default_rng(0).integers(0, 1000, 2 * PROMPT).astype(np.int32)
+        self._ids = np.random.default_rng(0).integers(0, facts.vocab_size, 2 * PROMPT).astype(np.int32)
         drawn = RowSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         self.run(
             [(row, 0, HISTORY) for row in range(ROWS)],
@@ -131,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     executor, facts = load_executor(resolve_source(chosen.model or find_smollm2(), config), config, lambda each: each)
     print(f"# {facts.dtype}, {torch.get_num_threads()} threads\n")
     with torch.inference_mode():
-        steps = Steps(executor, facts.block_size)
+        steps = Steps(executor, facts)
         for name, chunks in kinds().items():
-            print(report(name, lambda chunks=chunks: steps.run(chunks)))
+            print(report(name, partial(steps.run, chunks)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

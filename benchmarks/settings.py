@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "default": {},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
+    "large chunks": {"mixed_chunk_tokens": 8192},  # prompts hold decoding rows up as long as a step can
 }
 WORKLOADS = {
     # as many rows of some 4,000 tokens as half of an H200's memory holds
@@ -39,6 +40,7 @@ WORKLOADS = {
     ),
     "single": PROFILES["gpu"]["single"],
     "decode128": PROFILES["gpu"]["decode128"],
+    "shared64": PROFILES["gpu"]["shared64"],
 }
 
 

@@ -51,13 +51,16 @@ def test_flags_before_environment_before_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("ASYNCLLM_CORS_ORIGINS", "https://a.example, https://b.example")
     read = settings("--config", str(file), "--num-blocks", "90", "--model-names", "one", "--model-names", "two")
     assert read.model == "from-file"
-    assert read.engine == EngineConfig(max_num_seqs=3, num_blocks=90)
+    assert read.engine == EngineConfig(max_num_seqs=3, num_blocks=90, isolation="process")
     assert read.api == ApiSettings(
         api_keys=["a", "b"], max_queue=6, page=False, cors_origins=["https://a.example", "https://b.example"],
         model_names=["one", "two"],
     )  # fmt: skip
     assert read.server == ServerSettings(port=1111)
     assert settings("from-flag", "--config", str(file)).model == "from-flag"
+    assert settings("m", "--isolation", "thread").engine.isolation == "thread"
+    monkeypatch.setenv("ASYNCLLM_ISOLATION", "thread")
+    assert settings("m").engine.isolation == "thread"
     monkeypatch.setenv("ASYNCLLM_MODEL", "from-environment")
     assert settings("--config", str(file)).model == "from-environment"
 

@@ -209,7 +209,7 @@ class Attention:
         else:
             own = heads.index_select(0, padding.tokens)
         own = own.view(fresh.count, -1, *own.shape[1:]).transpose(1, 2)
-        queries, keys, values = own.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        queries, keys, values = own.split_with_sizes([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         return attended if padding is None else attended.index_select(0, padding.places)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ def take_memory(size: int) -> Tensor:
     else:  # shared memory, which is what mmap takes unasked, has huge pages hardly anywhere
         memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     region = torch.from_numpy(np.frombuffer(memory, np.uint8))
     start = -region.data_ptr() % _PAGE
     return region[start : start + size]

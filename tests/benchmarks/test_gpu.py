@@ -79,7 +79,7 @@ def test_hosts_beside_a_tiny_model(folder: Path, tmp_path: Path, capsys: pytest.
     arguments = [str(folder), "--device", "cpu", "--rows", "3", "--tokens", "20", "--output", str(output)]
     assert host.main([*arguments, "--isolation", "thread"]) == 0
     found = json.loads(output.read_text(encoding="utf-8"))
-    assert list(found["figures"]) == ["thread, calm", "thread, spinning", "thread, sleeping"]
-    assert {figures["output_tokens"] for figures in found["figures"].values()} == {60}
+    assert list(found["cases"]) == ["thread, calm", "thread, spinning", "thread, sleeping"]
+    assert [[each["output_tokens"] for each in case["figures"]] for case in found["cases"].values()] == [[60]] * 3
     assert "thread, calm: 100% | decode3 | " in capsys.readouterr().out
     assert "spinning host" not in {thread.name for thread in threading.enumerate()}

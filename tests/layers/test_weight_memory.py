@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from asyncllm.layers import weight_memory
-from asyncllm.layers.weight_memory import WeightMemory
+from asyncllm.layers.weight_memory import WeightMemory, take_memory
 
 
 def test_tensors_lie_beside_each_other() -> None:
@@ -21,3 +25,27 @@ def test_what_does_not_fit_gets_a_region_of_its_own() -> None:
     parts = [torch.full((length,), value, dtype=torch.uint8) for value, length in enumerate((size - 10, 100, size + 5))]
     placed = [memory.place(part) for part in parts]
     assert all(torch.equal(copy, part) for copy, part in zip(placed, parts, strict=True))
+
+
+def test_memory_is_of_zeros_and_ends_where_it_was_asked_to() -> None:
+    memory = take_memory(10_000_000)
+    assert memory.shape == (10_000_000,)
+    assert not memory.any()
+    assert memory.data_ptr() % weight_memory._PAGE == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own account of a process's memory")
+def test_memory_is_private() -> None:
+    """Shared memory is in huge pages hardly anywhere."""
+    memory = take_memory(8 * weight_memory._PAGE).fill_(1)
+    flags: list[str] | None = None
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):  # a mapping begins: "first-end permissions …"
+            first, _, end = words[0].partition("-")
+            inside = int(first, 16) <= memory.data_ptr() < int(end, 16)
+        elif inside and words[0] == "VmFlags:":
+            flags = words[1:]
+    assert flags is not None
+    assert "sh" not in flags

@@ -78,6 +78,11 @@ class Sender:
         """Whether the other process does not keep up: what can be merged had better wait."""
         return bool(self._backlog)
 
+    @property
+    def unsent(self) -> int:
+        """Messages that wait."""
+        return len(self._backlog)
+
     def send(self, message: object) -> None:
         """Have it sent, behind what was sent before."""
         data = memoryview(encode(message))

@@ -50,6 +50,9 @@ LEFT_TO_THE_HOST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ORPHANED = 1
 """The exit status of a child without a host."""
 
+MOST_UNSENT = 1000
+"""Messages that a host which does not read may leave behind before its log is no longer written."""
+
 LOOK_EVERY = 1.0
 """Seconds between looks at who the parent is, where the system tells nobody of its end."""
 
@@ -154,7 +157,7 @@ class Child:
         """On the engine's thread, which has nothing left to do."""
         if self._core is not None:
             self._outlet.flush()
-            self._sender.send(Closed(self._core.statistics()))
+            self._sender.send(Closed())
 
     def _serving(self) -> Core:
         assert self._core is not None, "the host sends requests only once it was told that the engine has started"
@@ -226,5 +229,6 @@ class _HostHandler(logging.Handler):
         self._sender = sender
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As logging has it."""
-        self._sender.send(Logged(record.name, record.levelno, self.format(record)))
+        """As logging has it; lost where the host has not read so many messages that it never may."""
+        if self._sender.unsent < MOST_UNSENT:
+            self._sender.send(Logged(record.name, record.levelno, self.format(record)))

@@ -30,9 +30,9 @@ class ChildProcess:
         _children.add(self)
 
     @classmethod
-    def start(cls, folder: str, path: Sequence[str]) -> ChildProcess:
-        """Start one in this folder that finds modules along this path. On a thread of the engine's own, whose signal
-        mask it takes over: the signals that are its host's are blocked there for good. Raises `OSError`."""
+    def start(cls, folder: str | None, path: Sequence[str]) -> ChildProcess:
+        """Start one in this folder, or here, that finds modules along this path. On a thread of the engine's own, whose
+        signal mask it takes over: the signals that are its host's are blocked there for good. Raises `OSError`."""
         if not sys.executable or not hasattr(signal, "pthread_sigmask"):
             raise ConfigError('isolation="process" needs a Unix system and an interpreter that can be started')
         signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _OWN_FOR_CHILD])

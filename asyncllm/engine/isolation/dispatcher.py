@@ -7,6 +7,7 @@ waits here. The dispatcher also ends a child that does not end by itself.
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import threading
@@ -30,6 +31,9 @@ logger = logging.getLogger("asyncllm")
 
 PATIENCE = 30.0
 """Seconds that a child may take to give everything back once no request may go on; then it is killed."""
+
+SENT_AT_ONCE = 1 << 20
+"""Bytes that are not held back for what else there is to do."""
 
 LOOK_EVERY = 500
 """Milliseconds between looks at whether a child that reads nothing should be killed."""
@@ -56,6 +60,9 @@ class Dispatcher:
         self._waiting: dict[int, RemoteStream] = {}  # for a child
         self._asked: dict[int, Question] = {}  # and not answered
         self._unasked: list[Question] = []
+        self._outgoing: list[bytes] = []  # to the child, and not sent
+        self._outgoing_bytes = 0
+        self._next_deadline = math.inf  # of a request that waits, or has waited
         self._refusal: Callable[[], AsyncLLMError] | None = None  # of all that is still to come
         self._kill_at: float | None = None
         self.stop_asked: float | None = None  # until when requests may go on; set where `stop` is posted
@@ -81,7 +88,8 @@ class Dispatcher:
     def finish(self) -> None:
         """Refuse what is left, and what still comes. On the thread that reads from children, when the last is gone."""
         self.post(self._finish)
-        self._thread.join()
+        if self._thread.is_alive():  # it is not where it could not start
+            self._thread.join()
         self._ended = True
         self._take_all()
 
@@ -96,6 +104,8 @@ class Dispatcher:
             self._submit(stream)
         else:
             self._waiting[stream.number] = stream
+            if stream.submission is not None and stream.submission.deadline is not None:
+                self._next_deadline = min(self._next_deadline, stream.submission.deadline)
             if stream.mailbox.aborted:
                 self._end_waiting(stream.number, FinishReason.ABORT)
         self._streams.send()
@@ -181,6 +191,7 @@ class Dispatcher:
     def lost(self, failure: Callable[[], AsyncLLMError]) -> None:
         """It is gone, and all that it knew with it."""
         self._child, self._up, self._kill_at = None, False, None
+        self._outgoing.clear()
         self._streams.fail([n for n in self._streams.numbers() if n not in self._waiting], failure)
         asked, self._asked = self._asked, {}
         for question in asked.values():
@@ -197,6 +208,8 @@ class Dispatcher:
                 self._look_at_clock()
                 continue
             self._do(method, argument)
+            if self._commands.empty() or self._outgoing_bytes > SENT_AT_ONCE:
+                self._flush()
             if method == self._finish:
                 return
 
@@ -243,13 +256,20 @@ class Dispatcher:
         self._transmit(Ask(question.number, question.method, argument))
 
     def _transmit(self, message: object) -> None:
-        child = self._child
-        if child is None:
+        """Have it sent with what else is to be done now: each sending lets the interpreter lock go, which a busy host
+        is slow to give back."""
+        if self._child is None:
             return
         if isinstance(message, Open | Ask):
-            child.served = True
-        data = memoryview(encode(message))
-        while data:
+            self._child.served = True
+        self._outgoing.append(encode(message))
+        self._outgoing_bytes += len(self._outgoing[-1])
+
+    def _flush(self) -> None:
+        child, data = self._child, memoryview(b"".join(self._outgoing))
+        self._outgoing.clear()
+        self._outgoing_bytes = 0
+        while child is not None and data:
             try:
                 data = data[child.connection.send(data, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
@@ -269,16 +289,17 @@ class Dispatcher:
 
     def _patience(self) -> float | None:
         """Seconds until the clock says something."""
-        times = [stream.submission.deadline for stream in self._waiting.values() if stream.submission is not None]
-        due = min((at for at in (self._kill_at, *times) if at is not None), default=None)
-        return None if due is None else min(max(due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        due = min(self._next_deadline, math.inf if self._kill_at is None else self._kill_at)
+        return None if due == math.inf else min(max(due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
     def _look_at_clock(self) -> None:
-        now = time.monotonic()
+        now, self._next_deadline = time.monotonic(), math.inf
         for number, stream in tuple(self._waiting.items()):
             deadline = None if stream.submission is None else stream.submission.deadline
             if deadline is not None and deadline <= now:
                 self._end_waiting(number, FinishReason.DEADLINE)
+            elif deadline is not None:
+                self._next_deadline = min(self._next_deadline, deadline)
         if self._kill_at is not None and self._kill_at <= now and self._child is not None:
             logger.warning("the engine's process does not end, and is killed")
             self._kill_at = None

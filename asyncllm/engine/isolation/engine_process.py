@@ -49,6 +49,7 @@ class _Life:
     """What is known of one child's life."""
 
     started: bool = False
+    served: bool = False  # it was asked for something
     in_order: bool = False  # it was closed
     reason: BaseException | None = None  # that it has named for its end
 
@@ -59,7 +60,7 @@ class EngineProcess:
     def __init__(self, name: str, load: ModelLoader, config: EngineConfig) -> None:
         """Raises `ConfigError` where the loader cannot cross."""
         self._begin = Begin(name, _packed(load), config, logger.getEffectiveLevel())
-        self._folder, self._path = os.getcwd(), [entry or os.getcwd() for entry in sys.path]
+        self._folder, self._path = _working_folder(), [entry or os.curdir for entry in sys.path]
         self._core = RemoteCore()
         self._calls: dict[int, HookCall] = {}  # of the host's functions, by the child's number
         self._stopping = False
@@ -74,7 +75,6 @@ class EngineProcess:
         """As `EngineHome.start`."""
         exit_watch.watch(self)
         try:
-            self._core.dispatcher.start()
             self._thread.start()
         except RuntimeError:  # there can be no more threads
             exit_watch.forget(self)
@@ -95,6 +95,7 @@ class EngineProcess:
     def _run(self) -> None:
         failure: BaseException = EngineClosed("the engine was closed while it started")
         try:
+            self._core.dispatcher.start()
             self._keep_alive()
         except BaseException as error:
             failure = error
@@ -111,24 +112,39 @@ class EngineProcess:
         """Start a child, and another one whenever it dies. Raises why the first one cannot start."""
         failures = 0
         while not self._stopping:
-            try:
-                child = ChildProcess.start(self._folder, self._path)
-            except OSError as error:
-                raise EngineCrashed(f"the engine's process cannot be started: {error}") from error
-            life = self._attend(child)
+            life = self._live_once()
             if life.in_order or self._stopping:
                 return
             if not self.started.done():
                 assert life.reason is not None
                 raise life.reason
-            failures = 0 if life.started and child.served else failures + 1
+            failures = 0 if life.started and life.served else failures + 1
             if failures > len(PAUSES):
                 return self._give_up(life.reason)
             self._wait(PAUSES[max(failures - 1, 0)])
 
-    def _attend(self, child: ChildProcess) -> _Life:
-        """From its first message to its last, and what follows from its end."""
+    def _live_once(self) -> _Life:
+        """A child, from its start to its end, and what follows from that."""
         life = _Life()
+        try:
+            child = ChildProcess.start(self._folder, self._path)
+        except OSError as error:
+            life.reason = _caused(EngineCrashed(f"the engine's process cannot be started: {error}"), error)
+            return life
+        ended = self._attend(child, life)
+        if life.in_order or self._stopping:
+            return life
+        if life.started or life.reason is None:
+            text = f"the engine's process has died: {ended if life.reason is None else life.reason}"
+            life.reason = _caused(EngineCrashed(text), life.reason)
+        if self.started.done():
+            reason = life.reason
+            logger.error("%s; another one takes its place", reason)
+            self._core.lose(lambda: _caused(EngineCrashed(str(reason)), reason.__cause__))
+        return life
+
+    def _attend(self, child: ChildProcess, life: _Life) -> str:
+        """From its first message to its end: says how it came."""
         dispatcher = self._core.dispatcher
         dispatcher.post(dispatcher.begin, (child, self._begin))
         receiver = Receiver(child.connection)
@@ -145,16 +161,8 @@ class EngineProcess:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.cancel()
-        if life.in_order or self._stopping:
-            return life
-        if life.started or life.reason is None:
-            text = f"the engine's process has died: {ended if life.reason is None else life.reason}"
-            life.reason = _caused(EngineCrashed(text), life.reason)
-        if self.started.done():
-            reason = life.reason
-            logger.error("%s; another one takes its place", reason)
-            self._core.lose(lambda: _caused(EngineCrashed(str(reason)), reason.__cause__))
-        return life
+        life.served = child.served
+        return ended
 
     def _take(self, child: ChildProcess, life: _Life, message: Any) -> None:
         core = self._core
@@ -219,6 +227,14 @@ class EngineProcess:
                 self._woken.get(timeout=seconds)
         except Empty:
             pass
+
+
+def _working_folder() -> str | None:
+    """For every child, wherever the host goes; None where it is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _caused(error: AsyncLLMError, cause: BaseException | None) -> AsyncLLMError:

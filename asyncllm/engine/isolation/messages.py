@@ -198,6 +198,4 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """All is given back."""
-
-    statistics: EngineStatistics | None
+    """All is told and given back."""

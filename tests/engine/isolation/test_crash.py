@@ -66,6 +66,7 @@ async def test_a_killed_child_ends_its_streams_and_comes_back(caplog: pytest.Log
     assert "SIGKILL ended it" in caplog.text
 
 
+@pytest.mark.full
 async def test_a_prompt_that_kills_does_so_each_time_and_the_engine_lives() -> None:
     async with isolated() as engine:
         for _ in range(6):  # more often than a child may die at its start
@@ -113,6 +114,7 @@ async def test_requests_wait_for_the_next_child(tmp_path: Path) -> None:
         assert model.loads == 2
 
 
+@pytest.mark.full
 async def test_a_child_that_dies_twice_at_its_start_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ async def test_a_child_that_dies_while_it_loads_is_an_error_of_start(tmp_path: P
     assert engine.state is EngineState.NEW
 
 
+@pytest.mark.full
 async def test_a_model_that_cannot_be_loaded_again_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "PAUSES", (0.0,))
     async with isolated(DangerousModel()) as engine:
@@ -164,6 +167,7 @@ async def test_a_model_that_cannot_be_loaded_again_is_named(tmp_path: Path, monk
         assert isinstance(caught.value.__cause__, InsufficientMemoryError)
 
 
+@pytest.mark.full
 async def test_closing_while_the_next_child_comes_up(tmp_path: Path) -> None:
     engine = isolated(CountedModel(tmp_path / "loads", be_slow_later))
     await engine.start()
@@ -191,6 +195,7 @@ async def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPat
         await stuck
 
 
+@pytest.mark.full
 async def test_a_stopped_child_holds_up_nobody_and_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "PATIENCE", 1.0)
     engine = isolated()

@@ -405,7 +405,7 @@ async def test_cancelling_aclose_cuts_the_drain() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("load", [never_loads, blocks_its_process])
+@pytest.mark.parametrize("load", [pytest.param(never_loads, marks=pytest.mark.full), blocks_its_process])
 async def test_closing_while_it_loads(load: Any) -> None:
     engine = AsyncEngine(load, isolation="process")
     starting = asyncio.create_task(engine.start())

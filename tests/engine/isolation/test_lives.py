@@ -59,7 +59,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("prompt", ["[5]", "[SLOW]"], ids=["between steps", "in mid-step"])
+@pytest.mark.parametrize(
+    "prompt",
+    [pytest.param("[5]", id="between steps", marks=pytest.mark.full), pytest.param("[SLOW]", id="in mid-step")],
+)
 def test_a_host_that_is_killed_takes_the_child_along(prompt: str) -> None:
     process = start(f"""
         async def main():
@@ -77,6 +80,7 @@ def test_a_host_that_is_killed_takes_the_child_along(prompt: str) -> None:
     wait_until_gone(child)
 
 
+@pytest.mark.full
 def test_a_fork_of_the_host_does_not_keep_the_child() -> None:
     process = start("""
         import warnings
@@ -127,6 +131,7 @@ def test_ctrl_c_in_a_terminal_is_the_hosts() -> None:
     wait_until_gone(child)
 
 
+@pytest.mark.full
 def test_ctrl_c_while_the_child_starts() -> None:
     process = start("""
         async def main():
@@ -145,6 +150,7 @@ def test_ctrl_c_while_the_child_starts() -> None:
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
 
 
+@pytest.mark.full
 def test_a_supervisor_that_ends_both_lets_the_host_end_first() -> None:
     process = start("""
         async def main():
@@ -237,6 +243,7 @@ def test_use_after_fork() -> None:
     assert "Warning" not in err, err
 
 
+@pytest.mark.full
 def test_a_loader_of_the_script_is_refused_by_name() -> None:
     process = start("""
         class Mine:
