@@ -21,7 +21,7 @@ _OWN_FOR_CHILD = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class ChildProcess:
-    """Made by `start`; `wait` must follow."""
+    """Made by `start`; `wait` and `close` must follow."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self._process = process
@@ -66,15 +66,18 @@ class ChildProcess:
             self.connection.shutdown(socket.SHUT_WR)
 
     def wait(self) -> str:
-        """How it has ended, in words, once it has hung up. Gives back all that was held of it."""
+        """How it has ended, in words, once it has hung up. `close` must follow."""
         try:
             self._process.wait(LAST_MOMENT)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
+        return _in_words(self._process.returncode)
+
+    def close(self) -> None:
+        """Give the socket back. On the thread that writes to it: another file might get its number."""
         self.connection.close()
         _children.discard(self)
-        return _in_words(self._process.returncode)
 
     def forget(self) -> None:
         """In a fork: it is the other process's child."""

@@ -188,10 +188,17 @@ class Dispatcher:
             self._put(question)
         self._streams.send()
 
+    def hung_up(self, child: ChildProcess) -> None:
+        """It is about to be gone: what comes from now on is for the next one."""
+        self._up = False
+
     def lost(self, failure: Callable[[], AsyncLLMError]) -> None:
         """It is gone, and all that it knew with it."""
+        if self._child is not None:
+            self._child.close()
         self._child, self._up, self._kill_at = None, False, None
         self._outgoing.clear()
+        self._outgoing_bytes = 0
         self._streams.fail([n for n in self._streams.numbers() if n not in self._waiting], failure)
         asked, self._asked = self._asked, {}
         for question in asked.values():

@@ -157,6 +157,7 @@ class EngineProcess:
             logger.exception("the engine's process cannot be understood")
             life.reason = error
             child.kill()
+        self._core.hang_up(child)
         ended = child.wait()
         calls, self._calls = self._calls, {}
         for call in calls.values():
