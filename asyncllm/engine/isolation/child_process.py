@@ -17,7 +17,9 @@ from asyncllm.errors import ConfigError
 LAST_MOMENT = 5.0
 """Seconds that it may take to leave once it has hung up; then it is killed."""
 
-_OWN_FOR_CHILD = ("SIGINT", "SIGTERM", "SIGHUP")
+HOST_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals that are for the host alone: blocked while a child starts, and ignored by it from then on. Names, since not
+every system has all of them."""
 
 
 class ChildProcess:
@@ -35,7 +37,7 @@ class ChildProcess:
         signal mask it takes over: the signals that are its host's are blocked there for good. Raises `OSError`."""
         if not sys.executable or not hasattr(signal, "pthread_sigmask"):
             raise ConfigError('isolation="process" needs a Unix system and an interpreter that can be started')
-        signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _OWN_FOR_CHILD])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in HOST_SIGNALS])
         ours, theirs = socket.socketpair()
         try:
             with theirs:

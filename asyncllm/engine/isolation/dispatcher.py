@@ -65,7 +65,7 @@ class Dispatcher:
         self._next_deadline = math.inf  # of a request that waits, or has waited
         self._refusal: Callable[[], AsyncLLMError] | None = None  # of all that is still to come
         self._kill_at: float | None = None
-        self.stop_asked: float | None = None  # until when requests may go on; set where `stop` is posted
+        self.drain_until: float | None = None  # requests may go on; set where `stop` is posted
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="asyncllm-dispatcher", daemon=False)
 
@@ -291,7 +291,7 @@ class Dispatcher:
             poll.register(child.connection, select.POLLOUT)
         except ValueError:  # closed
             return
-        overdue = self.stop_asked is not None and time.monotonic() > self.stop_asked + PATIENCE
+        overdue = self.drain_until is not None and time.monotonic() > self.drain_until + PATIENCE
         if not poll.poll(LOOK_EVERY) and overdue:
             child.kill()
 

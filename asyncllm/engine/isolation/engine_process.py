@@ -85,7 +85,7 @@ class EngineProcess:
         """As `EngineHome.stop`."""
         self._stopping = True
         dispatcher = self._core.dispatcher
-        dispatcher.stop_asked = time.monotonic() + drain
+        dispatcher.drain_until = time.monotonic() + drain
         dispatcher.post(dispatcher.stop, drain)
         self._woken.put(None)
 
