@@ -30,6 +30,8 @@ MAX_BIAS = 100.0
 MAX_BIASES = MAX_STOP_IDS = 10_000
 MAX_ALLOWED_IDS = 300_000
 """More than any vocabulary has. These bounds keep the checks, which run on the caller's event loop, under 20 ms."""
+MAX_PLAIN_ITEMS = 256
+"""Biases, stop ids and bad words of parameters that are quickly looked through."""
 
 ALL_LOGPROBS: Literal["all"] = "all"
 """For `logprobs` and `prompt_logprobs`: the whole vocabulary."""
@@ -39,6 +41,7 @@ LogitsProcessor = Callable[..., Any]
 (float32, NumPy) after bans, bias and penalties; it changes them in place, or returns others of that shape."""
 OnToken = Callable[..., Any]
 """`on_token(token_id)`, plain or async: called for each token, in order, before the next one is sampled."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
@@ -169,6 +172,19 @@ class SamplingParams:
     def has_hooks(self) -> bool:
         """Whether functions of the caller's are to be called."""
         return bool(self.logits_processors) or self.on_token is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be computed between two tokens, and nothing of it is long, or the caller's own."""
+        return (
+            not self.logits_processors
+            and self.on_token is None
+            and self.structured_output is None
+            and self.allowed_token_ids is None
+            and not self.dry_multiplier
+            and self.thinking_token_budget is None
+            and len(self.logit_bias) + len(self.stop_token_ids) + len(self.bad_words) <= MAX_PLAIN_ITEMS
+        )
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
