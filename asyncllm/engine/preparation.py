@@ -277,7 +277,10 @@ class Preparation:
         return self._within_vocabulary(array)
 
     def _within_vocabulary(self, array: NDArray[np.integer[Any]]) -> Int32Array:
-        low, high, vocab_size = int(array.min()), int(array.max()), self._model.facts.vocab_size
+        vocab_size = self._model.facts.vocab_size
+        if array.dtype == np.int64 and np.maximum.reduce(array.view(np.uint64)) < vocab_size:
+            return array.astype(np.int32)  # in one look: a negative id is a very large one here
+        low, high = int(array.min()), int(array.max())
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high
             raise InvalidPromptError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")

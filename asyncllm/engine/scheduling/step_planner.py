@@ -199,7 +199,8 @@ class StepPlanner:
             request = self._roster.first_waiting
             if request is None or not self._admit(request, owed, draft):
                 break
-            owed += self._cache.owed(request)
+            if self._rows.position(request) < request.known:
+                owed += self._cache.owed(request)
 
     def _admit(self, request: Request, owed: int, draft: StepDraft) -> bool:
         """Give the first in the queue a row, if there are blocks for all that it knows, and to spare: `owed` for what
