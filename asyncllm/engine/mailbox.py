@@ -22,7 +22,6 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.metrics import RequestMetrics
 from asyncllm.results import FinishReason, Usage
 
-
 NO_IDS: Int32Array = np.empty(0, dtype=np.int32)
 
 

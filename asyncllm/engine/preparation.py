@@ -1,7 +1,7 @@
 """From what a caller asked for to what the scheduler needs: tokenised, validated, every default resolved.
 
-What may take long runs on worker threads, see `Submission.is_quick`. Nothing here knows of other requests: what depends on them (a duplicate id, the
-size of the pool) is checked on the engine's thread.
+What may take long runs on worker threads, see `Submission.is_quick`. Nothing here knows of other requests: what depends
+on them (a duplicate id, the size of the pool) is checked on the engine's thread.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Preparation:
         token_ids = self._prompt_array(submission.prompt, submission.chat, params.truncate_prompt_tokens)
         sampling = resolved.sampling_for(params, len(token_ids))
         guides: Sequence[Guide | None] = (None,) * params.n
-        if not params.is_plain or params.bad_words:
+        if resolved.guided:
             guides = self._guides.make(params, resolved.bad_words, token_ids.tolist(), sampling)
         return Prepared(
             token_ids=token_ids,

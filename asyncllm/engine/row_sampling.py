@@ -44,6 +44,7 @@ class ResolvedParams:
 
     stop_ids: frozenset[int]  # all that end a request
     bad_words: BadWords
+    guided: bool  # something may have to be computed between two tokens
     sampling: RowSampling  # of a first choice; its seed, and how long ids are suppressed, may depend on the request
 
     def sampling_for(self, params: SamplingParams, prompt_tokens: int) -> RowSampling:
@@ -76,7 +77,8 @@ class SamplingResolver:
         if not params.ignore_eos:
             stop_ids |= self._model.eos_token_ids
         bad_words = self._bad_words(params)
-        return ResolvedParams(stop_ids, bad_words, self.settings(params, stop_ids, bad_words))
+        guided = not params.is_plain or bool(params.bad_words)
+        return ResolvedParams(stop_ids, bad_words, guided, self.settings(params, stop_ids, bad_words))
 
     def _check(self, params: SamplingParams) -> None:
         size = self._vocabulary

@@ -171,7 +171,7 @@ class KvCache:
         if missing > 0:
             for g, table in enumerate(request.tables):
                 blocks = self.pool.allocate_some(missing)
-                table += blocks
+                table.extend(blocks)
                 draft.edit(g, request, first, blocks)
 
     def remember(self, request: Request, positions: int) -> list[int]:
