@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 from asyncllm.errors import InvalidParamsError
@@ -29,6 +30,8 @@ MAX_BIAS = 100.0
 MAX_BIASES = MAX_STOP_IDS = 10_000
 MAX_ALLOWED_IDS = 300_000
 """More than any vocabulary has. These bounds keep the checks, which run on the caller's event loop, under 20 ms."""
+MAX_PLAIN_ITEMS = 256
+"""Biases, stop ids and bad words of parameters that are quickly looked through."""
 
 ALL_LOGPROBS: Literal["all"] = "all"
 """For `logprobs` and `prompt_logprobs`: the whole vocabulary."""
@@ -38,14 +41,6 @@ LogitsProcessor = Callable[..., Any]
 (float32, NumPy) after bans, bias and penalties; it changes them in place, or returns others of that shape."""
 OnToken = Callable[..., Any]
 """`on_token(token_id)`, plain or async: called for each token, in order, before the next one is sampled."""
-
-_FLAGS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +106,7 @@ class SamplingParams:
     """How far DRY looks back, in tokens; None for the whole context."""
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     """Texts over which DRY follows no sequence."""
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     """Added to the logits of these ids, in [-100, 100]; at most 10,000, kept as a sorted tuple of pairs."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these ids may be sampled."""
@@ -161,26 +156,17 @@ class SamplingParams:
     """Called with each token, in the same way, before the next one is sampled."""
 
     def __post_init__(self) -> None:
-        self._check_filters()
-        self._check_penalties()
-        self._check_lengths()
-        self._check_logprobs()
-        for name in _FLAGS:
-            check_flag(name, getattr(self, name))
-        hooks = self.logits_processors
-        if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
-            raise InvalidParamsError(f"logits_processors must be a list of functions, got {hooks!r:.80}")
-        if self.on_token is not None and not callable(self.on_token):
-            raise InvalidParamsError(f"on_token must be a function, got {self.on_token!r:.80}")
-        if not isinstance(self.repetition_detection, RepetitionDetection | None):
-            raise InvalidParamsError(
-                f"repetition_detection must be a RepetitionDetection, got {self.repetition_detection!r:.80}"
-            )
-        self._settle()
-        self._check_structure()
+        for name, value, default in zip(_NAMES, _values(self), _DEFAULTS, strict=True):
+            if value is not default:  # what nearly all fields are is known to be right
+                kept = _CHECKS[name](name, value)
+                if kept is not value:
+                    object.__setattr__(self, name, kept)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParamsError(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})")
         if self.stop and not self.detokenize:
             raise InvalidParamsError("stop strings are looked for in the text, which detokenize=False leaves out")
-        self._check_bans()
+        if self.allowed_token_ids is not None:
+            self._check_bans(self.allowed_token_ids)
 
     @property
     def has_hooks(self) -> bool:
@@ -188,90 +174,154 @@ class SamplingParams:
         return bool(self.logits_processors) or self.on_token is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be computed between two tokens, and nothing of it is long, or the caller's own."""
+        return (
+            not self.logits_processors
+            and self.on_token is None
+            and self.structured_output is None
+            and self.allowed_token_ids is None
+            and not self.dry_multiplier
+            and self.thinking_token_budget is None
+            and len(self.logit_bias) + len(self.stop_token_ids) + len(self.bad_words) <= MAX_PLAIN_ITEMS
+        )
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` by id."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
-    def _check_filters(self) -> None:
-        for name in ("top_n_sigma", "xtc_probability", "xtc_threshold"):
-            check_given(name, getattr(self, name))
-        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        check_integer("top_k", self.top_k, 0, MAX_COUNT)
-        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("typical_p", self.typical_p, 0.0, 1.0, above=True)
-        check_number("top_n_sigma", self.top_n_sigma, 0.0, MAX_TEMPERATURE)
-        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_given(name, getattr(self, name))
-            check_number(name, getattr(self, name), -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        for name in ("dry_multiplier", "dry_base", "dry_allowed_length"):
-            check_given(name, getattr(self, name))
-        check_number("dry_multiplier", self.dry_multiplier, 0.0, 1000.0)
-        check_number("dry_base", self.dry_base, 1.0, 1000.0)
-        check_integer("dry_allowed_length", self.dry_allowed_length, 1, MAX_COUNT)
-        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, 0, MAX_COUNT)
-
-    def _check_lengths(self) -> None:
-        for name in ("n", "min_tokens"):
-            check_given(name, getattr(self, name))
-        check_integer("n", self.n, 1, MAX_CHOICES)
-        check_integer("max_tokens", self.max_tokens, 0, None)
-        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParamsError(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})")
-        check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
-        check_integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
-
-    def _check_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                if value != ALL_LOGPROBS:
-                    raise InvalidParamsError(f'{name} must be a whole number or "all", got {value!r:.80}')
-            else:
-                check_integer(name, value, 0, MAX_LOGPROBS)
-
-    def _settle(self) -> None:
-        """Make tuples of lists."""
-
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("stop", checked_strings("stop", self.stop, 64, 4096))
-        put("bad_words", checked_strings("bad_words", self.bad_words, 1024, 65536))
-        put("dry_sequence_breakers", checked_strings("dry_sequence_breakers", self.dry_sequence_breakers, 64, 4096))
-        put("stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS))
-        put("logit_bias", checked_biases("logit_bias", self.logit_bias, MAX_BIASES, MAX_BIAS))
-        put("logits_processors", tuple(self.logits_processors))
-        for name, most in (("allowed_token_ids", MAX_ALLOWED_IDS), ("logprob_token_ids", MAX_LOGPROB_IDS)):
-            ids = getattr(self, name)
-            if ids is not None:
-                put(name, checked_ids(name, ids, most))
-
-    def _check_structure(self) -> None:
-        structured = self.structured_output
-        if structured is None:
-            return
-        if hasattr(structured, "model_json_schema"):
-            structured = StructuredOutput.from_model(structured)
-            object.__setattr__(self, "structured_output", structured)
-        if not isinstance(structured, StructuredOutput):
-            raise InvalidParamsError(f"structured_output must be a StructuredOutput, got {structured!r:.80}")
-
-    def _check_bans(self) -> None:
+    def _check_bans(self, allowed: Sequence[int]) -> None:
         """What can be seen to leave nothing legal without knowing the vocabulary."""
-        allowed = self.allowed_token_ids
-        if allowed is None:
-            return
         if not allowed:
             raise InvalidParamsError("allowed_token_ids is empty: nothing may be sampled")
         if self.min_tokens and frozenset(self.stop_token_ids).issuperset(allowed):
             raise InvalidParamsError(
                 "allowed_token_ids holds nothing but stop_token_ids: nothing is left for min_tokens"
             )
+
+
+Check = Callable[[str, Any], Any]
+"""`check(name, value)` returns what the field keeps; raises `InvalidParamsError`."""
+
+
+def _number(low: float, high: float, *, above: bool = False, given: bool = True) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if given:
+            check_given(name, value)
+        check_number(name, value, low, high, above=above)
+        return value
+
+    return check
+
+
+def _integer(low: int, high: int | None, *, given: bool = False) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if given:
+            check_given(name, value)
+        check_integer(name, value, low, high)
+        return value
+
+    return check
+
+
+def _flag(name: str, value: Any) -> Any:
+    check_flag(name, value)
+    return value
+
+
+def _strings(most: int, most_characters: int) -> Check:
+    return lambda name, value: checked_strings(name, value, most, most_characters)
+
+
+def _ids(most: int) -> Check:
+    return lambda name, value: checked_ids(name, value, most)
+
+
+def _ids_if_given(most: int) -> Check:
+    return lambda name, value: None if value is None else checked_ids(name, value, most)
+
+
+def _biases(name: str, value: Any) -> Any:
+    return checked_biases(name, value, MAX_BIASES, MAX_BIAS)
+
+
+def _logprobs(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        check_integer(name, value, 0, MAX_LOGPROBS)
+    elif value != ALL_LOGPROBS:
+        raise InvalidParamsError(f'{name} must be a whole number or "all", got {value!r:.80}')
+    return value
+
+
+def _functions(name: str, value: Any) -> Any:
+    if not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise InvalidParamsError(f"{name} must be a list of functions, got {value!r:.80}")
+    return tuple(value)
+
+
+def _function(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise InvalidParamsError(f"{name} must be a function, got {value!r:.80}")
+    return value
+
+
+def _repetitions(name: str, value: Any) -> Any:
+    if not isinstance(value, RepetitionDetection | None):
+        raise InvalidParamsError(f"{name} must be a RepetitionDetection, got {value!r:.80}")
+    return value
+
+
+def _structure(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    structured = StructuredOutput.from_model(value) if hasattr(value, "model_json_schema") else value
+    if not isinstance(structured, StructuredOutput):
+        raise InvalidParamsError(f"{name} must be a StructuredOutput, got {structured!r:.80}")
+    return structured
+
+
+_CHECKS: Mapping[str, Check] = {
+    "n": _integer(1, MAX_CHOICES, given=True),
+    "temperature": _number(0.0, MAX_TEMPERATURE, given=False),
+    "top_k": _integer(0, MAX_COUNT),
+    "top_p": _number(0.0, 1.0, above=True, given=False),
+    "min_p": _number(0.0, 1.0, given=False),
+    "typical_p": _number(0.0, 1.0, above=True, given=False),
+    "top_n_sigma": _number(0.0, MAX_TEMPERATURE),
+    "xtc_probability": _number(0.0, 1.0),
+    "xtc_threshold": _number(0.0, 1.0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.01, 100.0, given=False),
+    "dry_multiplier": _number(0.0, 1000.0),
+    "dry_base": _number(1.0, 1000.0),
+    "dry_allowed_length": _integer(1, MAX_COUNT, given=True),
+    "dry_penalty_last_n": _integer(0, MAX_COUNT),
+    "dry_sequence_breakers": _strings(64, 4096),
+    "logit_bias": _biases,
+    "allowed_token_ids": _ids_if_given(MAX_ALLOWED_IDS),
+    "bad_words": _strings(1024, 65536),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "max_tokens": _integer(0, None),
+    "min_tokens": _integer(0, MAX_COUNT, given=True),
+    "stop": _strings(64, 4096),
+    "stop_token_ids": _ids(MAX_STOP_IDS),
+    "include_stop_str_in_output": _flag,
+    "ignore_eos": _flag,
+    "logprobs": _logprobs,
+    "prompt_logprobs": _logprobs,
+    "logprob_token_ids": _ids_if_given(MAX_LOGPROB_IDS),
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "detokenize": _flag,
+    "truncate_prompt_tokens": _integer(1, MAX_COUNT),
+    "thinking_token_budget": _integer(0, MAX_COUNT),
+    "repetition_detection": _repetitions,
+    "structured_output": _structure,
+    "logits_processors": _functions,
+    "on_token": _function,
+}
+_NAMES = tuple(field.name for field in fields(SamplingParams))
+_DEFAULTS = tuple(field.default for field in fields(SamplingParams))
+_values = attrgetter(*_NAMES)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import threading
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -27,7 +26,7 @@ from asyncllm.engine.isolation.engine_process import EngineProcess
 from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, NamedModel
 from asyncllm.engine.preparation import ChatOptions, Messages, Prompt, Submission, TextWork, count_characters
-from asyncllm.engine.stream import TokenStream
+from asyncllm.engine.stream import Abandon, TokenStream
 from asyncllm.errors import (
     AsyncLLMError,
     ConfigError,
@@ -43,6 +42,9 @@ from asyncllm.results import Completion, Embedding
 from asyncllm.structured import StructuredOutput
 
 __all__ = ["AsyncEngine", "RequestOptions", "TokenStream"]
+
+_names = random.Random()  # of its own, so that no `random.seed` of the host makes a name come again
+_PLAIN_CHAT = ChatOptions()
 
 
 class RequestOptions(TypedDict, total=False):
@@ -186,12 +188,12 @@ class AsyncEngine:
             prompt=prompt,
             params=params,
             arrival=now,
-            chat=ChatOptions(tools, chat_template_kwargs or {}, continue_final_message, chat_template),
+            chat=_chat(tools, chat_template_kwargs, continue_final_message, chat_template),
             priority=priority,
             deadline=None if deadline is None else now + deadline,
             cache_salt=cache_salt,
         )
-        mailbox = Mailbox(request_id or f"request-{uuid.uuid4().hex}", params.n)
+        mailbox = Mailbox(request_id or f"request-{_names.getrandbits(128):032x}", params.n)
         self._unsubmitted[id(mailbox)] = mailbox
         return TokenStream(mailbox, submission, self._submit)
 
@@ -209,7 +211,7 @@ class AsyncEngine:
         """
         if isinstance(texts, str | bytes):
             raise InvalidPromptError(f"embed takes a list of texts, got {texts!r:.80}: for one text, [text]")
-        core = self._core()
+        core, texts = self._core(), list(texts)
         characters = sum(len(text) for text in texts if isinstance(text, str))
         found = []
         for token_ids in await self._on_worker(TextWork("prompts", (texts,), characters)):
@@ -294,12 +296,12 @@ class AsyncEngine:
             raise EngineClosed("the engine is closed")
         return await asyncio.wrap_future(self._core().inspect(limit))
 
-    def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-        """Hand a request to the engine. Returns what abandons it, which takes no lock."""
+    def _submit(self, mailbox: Mailbox, submission: Submission, loop: asyncio.AbstractEventLoop) -> Abandon:
+        """Hand a request to the engine."""
         core = self._core()
         request = core.open(mailbox, submission, loop)
         self._unsubmitted.pop(id(mailbox), None)  # after it was opened: `abort` looks here first, so it misses none
-        return partial(core.abandon, request)
+        return lambda _: core.abandon(request)
 
     def _make_home(self) -> EngineHome:
         if self._config.isolation == "process":
@@ -338,6 +340,14 @@ def _require_asyncio() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         raise EngineError("no asyncio event loop runs here; an engine is used from asyncio tasks") from None
+
+
+def _chat(
+    tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any] | None, continues: bool, template: str | None
+) -> ChatOptions:
+    if tools is None and not template_kwargs and not continues and template is None:
+        return _PLAIN_CHAT
+    return ChatOptions(tools, template_kwargs or {}, continues, template)
 
 
 def _check_options(

@@ -25,17 +25,26 @@ class CommandQueue:
         self._context = context
         self._turn = turn
         self._commands: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._called = False  # the loop is to look at them, and has not begun to
         self._yielding = False  # there are more commands than one turn takes
 
     def post(self, method: Callable[[Any], None], argument: Any) -> bool:
         """Have `method(argument)` called on the loop; False where that is closed. From any thread; takes no lock."""
-        # Each command wakes the loop. A flag that a turn is due already would save little, and a KeyboardInterrupt
-        # between the flag and the wake-up would leave the engine deaf.
+        # The first of many wakes the loop, which clears the flag before it looks: a command is seen by this call of it
+        # or makes the next. Nothing may come between flag and call, or the engine were deaf; a KeyboardInterrupt can
+        # come in the call alone.
         self._commands.append((method, argument))
+        if self._called:
+            return True
+        self._called = True
         try:
             self._loop.call_soon_threadsafe(self._run, context=self._context)
         except RuntimeError:  # the loop is closed: the engine has ended, and every stream with it
+            self._called = False
             return False
+        except BaseException:
+            self._called = False
+            raise
         return True
 
     def __len__(self) -> int:
@@ -46,6 +55,7 @@ class CommandQueue:
         return self._commands.popleft() if self._commands else None
 
     def _run(self) -> None:
+        self._called = False
         if self._commands and not self._yielding:
             self._turn(self._take_some)
 

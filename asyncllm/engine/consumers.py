@@ -97,6 +97,13 @@ def _wake(batch: list[Mailbox]) -> None:
             mailbox.waiter = None
         if mailbox.watchers:
             watchers, mailbox.watchers = mailbox.watchers, []
-            for watcher in watchers:
-                if not watcher.done():
-                    watcher.set_result(None)
+            _tell(watchers)
+        if mailbox.starters:
+            starters, mailbox.starters = mailbox.starters, []
+            _tell(starters)
+
+
+def _tell(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

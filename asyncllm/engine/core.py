@@ -271,6 +271,8 @@ class Core:
             if self._dead is not None or self._closing:
                 raise EngineClosed("the engine is closed") if self._dead is None else self.death()
             if not request.mailbox.aborted:
+                if submission.is_quick:
+                    return self._add((request, submission, self._prepared(submission)))
                 self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:
             self._refuse(request, error)
@@ -285,11 +287,13 @@ class Core:
         """On a worker thread: no harm comes of a request that ends meanwhile."""
         if request.mailbox.stage is Stage.DONE:
             return
+        self._commands.post(self._add, (request, submission, self._prepared(submission)))
+
+    def _prepared(self, submission: Submission) -> Prepared | BaseException:
         try:
-            prepared: Prepared | BaseException = self._preparation.prepare(submission)
+            return self._preparation.prepare(submission)
         except BaseException as error:  # a panic in Rust is no Exception
-            prepared = error
-        self._commands.post(self._add, (request, submission, prepared))
+            return error
 
     def _add(self, addition: tuple[Request, Submission, Prepared | BaseException]) -> None:
         request, submission, prepared = addition
@@ -319,8 +323,7 @@ class Core:
             self._scheduler.add(prepared.spec(index, ids, submission, self.model.facts.max_model_len))
             branch.take_text(choice, prepared.min_tokens, self._delivery.found)
             self._guidance.begin(branch, choice)
-        mailbox.stage = Stage.QUEUED
-        mailbox.notify()
+        mailbox.begin()
 
     def _abandon(self, request: int) -> None:
         self._abort(self._live.get(request))

@@ -4,15 +4,15 @@ Every field is written by one thread only, so no lock is needed: the engine's th
 somebody waits; the stream says that it waits and then looks again. One of the two sees the other. (Each step here is
 one operation under the interpreter lock, and atomic without it too.)
 
-A mailbox knows nothing of its stream, so a stream that is dropped is gone even while its request runs.
+A mailbox does not hold its stream, so a stream that is dropped is gone even while its request runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import weakref
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from asyncllm.engine.plan import Int32Array, RowSampling, TokenScores
 from asyncllm.errors import AsyncLLMError
 from asyncllm.metrics import RequestMetrics
 from asyncllm.results import FinishReason, Usage
+
+NO_IDS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class Stage(Enum):
@@ -33,8 +35,7 @@ class Stage(Enum):
     DONE = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
+class ChoiceEnd(NamedTuple):
     """How a choice came to its end."""
 
     reason: FinishReason
@@ -42,8 +43,7 @@ class ChoiceEnd:
     tail: str = ""  # text that was held back and belongs behind the last token's
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """What a request came to, errors apart."""
 
     usage: Usage
@@ -97,6 +97,8 @@ class Mailbox:
         "request_id",
         "signalled",
         "stage",
+        "starters",
+        "stream",
         "waiter",
         "watchers",
     )
@@ -107,7 +109,7 @@ class Mailbox:
         self.choices = tuple([ChoiceBox() for _ in range(choices)])
         self.reader: LogprobReader | None = None  # set before anything that it reads
         self.prompt_scores: list[TokenScores] | None = None  # one for each prompt token but the first, if asked for
-        self.prompt: Int32Array = np.empty(0, dtype=np.int32)
+        self.prompt: Int32Array = NO_IDS
         self.stage = Stage.NEW
         self.ending: Ending | None = None  # set after the ends of all choices
         self.failure: AsyncLLMError | None = None  # in place of an ending
@@ -116,7 +118,9 @@ class Mailbox:
         # Written by the thread of the stream's loop.
         self.aborted = False  # before it was submitted: ends as soon as it is
         self.waiter: Waiter | None = None  # the one that is told of new tokens
-        self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end, the start or the release
+        self.starters: list[asyncio.Future[None]] = []  # of tasks that wait for the start
+        self.watchers: list[asyncio.Future[None]] = []  # of tasks that wait for the end or the release
+        self.stream: weakref.ref[Any] | None = None  # the stream, once it has started: tells when it was dropped
         # Set by the engine's thread, cleared by the loop's: a wake-up is on its way.
         self.signalled = False
 
@@ -139,6 +143,12 @@ class Mailbox:
         if self.prompt_scores is not None:
             known = len(self.prompt_scores) + 1
             self.prompt_scores += [scores.at(place) for place in range(known - start, len(scores))]
+
+    def begin(self) -> None:
+        """The request is queued: tell who waits for that. Engine thread."""
+        self.stage = Stage.QUEUED
+        if self.starters:
+            self.notify()
 
     def notify(self) -> None:
         """Have the stream's loop look at this mailbox after the turn. Engine thread."""

@@ -1,7 +1,7 @@
 """From what a caller asked for to what the scheduler needs: tokenised, validated, every default resolved.
 
-All of it runs on worker threads. Nothing here knows of other requests: what depends on them (a duplicate id, the
-size of the pool) is checked on the engine's thread.
+What may take long runs on worker threads, see `Submission.is_quick`. Nothing here knows of other requests: what depends
+on them (a duplicate id, the size of the pool) is checked on the engine's thread.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int] | NDArray[np.integer[Any]]
 """A text, chat messages, or token ids."""
 
+QUICK_IDS = 2048
+"""Ids of a prompt that take some 0.1 ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
@@ -63,6 +66,15 @@ class Submission:
     priority: int = 0
     deadline: float | None = None  # absolute
     cache_salt: str | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is prepared in less time than it takes to wake a worker: few ids, and nothing to look up in a
+        vocabulary. What is the host's own is not called here."""
+        prompt, params = self.prompt, self.params
+        if type(prompt) not in (list, tuple) or not 0 < len(prompt) <= QUICK_IDS or {*map(type, prompt)} != {int}:
+            return False
+        return params.is_plain and params.n == 1 and not params.stop and not params.bad_words
 
     @property
     def characters(self) -> int:
@@ -132,6 +144,7 @@ class Preparation:
         self._model = model
         self._resolver = SamplingResolver(model)
         grammars = Grammars(model.tokenizer, model.eos_token_ids, model.facts.vocab_size)
+        self._logprobs = LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes)
         self._guides = GuideMaker(model, model.constrain or grammars.constraint)
         self._limit = capacity  # tokens: no prompt of as many is worth encoding
         if config.prepare_grammars:
@@ -142,22 +155,20 @@ class Preparation:
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""
-        params, model = submission.params, self._model
-        self._resolver.check(params)
+        params = submission.params
+        resolved = self._resolver.resolve(params)
         token_ids = self._prompt_array(submission.prompt, submission.chat, params.truncate_prompt_tokens)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= model.eos_token_ids
-        bad_words = self._resolver.bad_words(params)
-        sampling = self._resolver.resolve(params, len(token_ids), stop_ids, bad_words)
-        guides = self._guides.make(params, bad_words, token_ids.tolist(), sampling)
+        sampling = resolved.sampling_for(params, len(token_ids))
+        guides: Sequence[Guide | None] = (None,) * params.n
+        if resolved.guided:
+            guides = self._guides.make(params, resolved.bad_words, token_ids.tolist(), sampling)
         return Prepared(
             token_ids=token_ids,
             choices=tuple([self._choice(params, i, sampling, token_ids, guide) for i, guide in enumerate(guides)]),
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            stop_token_ids=stop_ids,
-            logprobs=LogprobReader(_no_bytes if model.tokenizer is None else model.tokenizer.token_bytes),
+            stop_token_ids=resolved.stop_ids,
+            logprobs=self._logprobs,
         )
 
     def _choice(
@@ -268,7 +279,10 @@ class Preparation:
         return self._within_vocabulary(array)
 
     def _within_vocabulary(self, array: NDArray[np.integer[Any]]) -> Int32Array:
-        low, high, vocab_size = int(array.min()), int(array.max()), self._model.facts.vocab_size
+        vocab_size = self._model.facts.vocab_size
+        if array.dtype == np.int64 and np.maximum.reduce(array.view(np.uint64)) < vocab_size:
+            return array.astype(np.int32)  # in one look: a negative id is a very large one here
+        low, high = int(array.min()), int(array.max())
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high
             raise InvalidPromptError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})")

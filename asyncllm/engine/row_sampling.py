@@ -1,13 +1,14 @@
 """From `SamplingParams` to a row's settings: defaults resolved, ids within the vocabulary, something legal left.
 
-Runs on worker threads; any number of them may use one `SamplingResolver` at once.
+Any number of threads may use one `SamplingResolver` at once.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from asyncllm.engine.model import ServedModel
 from asyncllm.engine.plan import LogprobsRequest, RowSampling
@@ -37,16 +38,49 @@ class BadWords:
     sequences: tuple[WordIds, ...]  # the others
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedParams:
+    """What parameters come to, whatever the prompt is."""
+
+    stop_ids: frozenset[int]  # all that end a request
+    bad_words: BadWords
+    guided: bool  # something may have to be computed between two tokens
+    sampling: RowSampling  # of a first choice; its seed, and how long ids are suppressed, may depend on the request
+
+    def sampling_for(self, params: SamplingParams, prompt_tokens: int) -> RowSampling:
+        """The settings of the first choice of one request."""
+        sampling = self.sampling
+        if params.seed is None and sampling.temperature > 0:
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        if params.min_tokens:
+            sampling = replace(sampling, suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT))
+        return sampling
+
+
 class SamplingResolver:
     """For one model."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
+        self._resolve_plain = lru_cache(maxsize=256)(self._resolve)
         self._vocabulary = model.facts.vocab_size
         self._defaults = {**DEFAULTS, **model.sampling_defaults}
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidParamsError` for what this model cannot do."""
+    def resolve(self, params: SamplingParams) -> ResolvedParams:
+        """Raises `InvalidParamsError` for what this model cannot do, and where nothing may be sampled. Equal parameters
+        are resolved once, where they hold nothing of the caller's."""
+        return (self._resolve_plain if params.is_plain else self._resolve)(params)
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        self._check(params)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._model.eos_token_ids
+        bad_words = self._bad_words(params)
+        guided = not params.is_plain or bool(params.bad_words)
+        return ResolvedParams(stop_ids, bad_words, guided, self.settings(params, stop_ids, bad_words))
+
+    def _check(self, params: SamplingParams) -> None:
         size = self._vocabulary
         named = {
             "stop_token_ids": params.stop_token_ids,
@@ -65,10 +99,8 @@ class SamplingResolver:
                     what = "stop strings" if name == "stop" else name
                     raise InvalidParamsError(f"{what} need a tokenizer, which this model does not have")
 
-    def resolve(
-        self, params: SamplingParams, prompt_tokens: int, stop_ids: frozenset[int], bad_words: BadWords
-    ) -> RowSampling:
-        """The settings of a request's first choice. `stop_ids`: all that end it.
+    def settings(self, params: SamplingParams, stop_ids: frozenset[int], bad_words: BadWords) -> RowSampling:
+        """Those of a first choice, as far as they do not depend on its request. `stop_ids`: all that end it.
 
         Raises `InvalidParamsError` where nothing may be sampled.
         """
@@ -84,8 +116,7 @@ class SamplingResolver:
             top_k=int(chosen["top_k"]),
             top_p=float(chosen["top_p"]),
             min_p=float(chosen["min_p"]),
-            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            suppress_before=min(prompt_tokens + params.min_tokens, MAX_COUNT) if params.min_tokens else 0,
+            seed=0 if params.seed is None else params.seed % 2**64,
             suppressed=suppressed,
             typical_p=float(chosen["typical_p"]),
             top_n_sigma=float(params.top_n_sigma),
@@ -101,7 +132,7 @@ class SamplingResolver:
             prompt_logprobs=self._prompt_logprobs(params),
         )
 
-    def bad_words(self, params: SamplingParams) -> BadWords:
+    def _bad_words(self, params: SamplingParams) -> BadWords:
         """Each of `bad_words` as the tokens that it has at the start of a text, and after a space."""
         tokenizer = self._model.tokenizer
         if not params.bad_words or tokenizer is None:

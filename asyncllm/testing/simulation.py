@@ -241,7 +241,7 @@ class Simulation:
         held = self.scheduler.cache.pool.holders
         lost = [block for block in self.device.blocks_in_flight() if not held(block)]
         assert not lost, f"blocks {lost} are free while a launched step uses them"
-        for block, (group, digest) in self.scheduler.cache.index.entries().items():
+        for block, (group, digest) in self.scheduler.cache.index.entries.items():
             content = self._contents.get(digest)
             assert content is not None, f"block {block} is in the prefix index with tokens that nobody was given"
             assert self.device.holds(block, group, content.last_position, content.history), (

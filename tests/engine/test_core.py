@@ -276,10 +276,10 @@ async def test_a_deadline_passes_while_no_step_runs() -> None:
 # --- aborts ---
 
 
-async def test_abort_in_every_stage() -> None:
+async def test_abort_in_every_stage(tokenizer: Tokenizer) -> None:
     with ThreadPoolExecutor(1) as workers:
         release = asyncio.Event()
-        hand = HandDriven(workers=workers, max_num_seqs=1)
+        hand = HandDriven(tokenizer, workers=workers, max_num_seqs=1)
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
         prepare = hand.core._preparation.prepare
@@ -290,7 +290,7 @@ async def test_abort_in_every_stage() -> None:
             return prepare(submission)
 
         hand.core._preparation.prepare = slow  # type: ignore[method-assign]
-        preparing = await hand.open(request_id="a")
+        preparing = await hand.open("a text, which a worker prepares", request_id="a")
         await started.wait()
         assert preparing.stage is Stage.PREPARING
         hand.core.abort("a")
@@ -299,6 +299,7 @@ async def test_abort_in_every_stage() -> None:
         release.set()
         await asyncio.sleep(0.05)  # its preparation is done now, and dropped
         assert not hand.runner.plans
+        hand.core._preparation.prepare = prepare  # type: ignore[method-assign]
         running, queued = await hand.open(request_id="b"), await hand.open(request_id="c")
         await eventually(lambda: queued.stage is Stage.QUEUED)
         assert running.stage is Stage.RUNNING

@@ -16,7 +16,6 @@ from asyncllm.errors import InvalidParamsError
 from asyncllm.inputs.tokenizer import Tokenizer
 
 SIZE = 100
-NO_WORDS = BadWords((), ())
 
 
 @dataclass
@@ -51,21 +50,33 @@ def resolver(*, tokenizer: object | None = None, defaults: dict[str, Any] | None
 
 
 def test_defaults() -> None:
-    row = resolver(defaults={"repetition_penalty": 1.1, "top_k": 4}).resolve(
-        SamplingParams(seed=-1, top_k=0), 5, frozenset(), NO_WORDS
-    )
+    row = resolver(defaults={"repetition_penalty": 1.1, "top_k": 4}).resolve(SamplingParams(seed=-1, top_k=0)).sampling
     assert (row.temperature, row.top_k, row.repetition_penalty, row.typical_p) == (1.0, 0, 1.1, 1.0)
     assert row.seed == 2**64 - 1
     assert row.logprobs is None
     assert row.prompt_logprobs is None
     assert row.counts_tokens
-    plain = resolver().resolve(SamplingParams(), 5, frozenset(), NO_WORDS)
-    assert not plain.needs_history
+    assert not resolver().resolve(SamplingParams()).sampling.needs_history
+
+
+def test_equal_parameters_are_resolved_once_and_each_request_has_what_is_its_own() -> None:
+    shared = resolver()
+    params, equal = (SamplingParams(min_tokens=2, stop_token_ids=[3]) for _ in range(2))
+    resolved = shared.resolve(params)
+    assert shared.resolve(equal) is resolved
+    assert shared.resolve(SamplingParams(min_tokens=2, stop_token_ids=[4])).stop_ids == {4}
+    one, other = resolved.sampling_for(params, 5), resolved.sampling_for(equal, 9)
+    assert (one.suppressed, one.suppress_before, other.suppress_before) == ((3,), 7, 11)
+    assert one.seed != other.seed
+    seeded = SamplingParams(seed=5)
+    assert [shared.resolve(seeded).sampling_for(seeded, n).seed for n in (5, 9)] == [5, 5]
+    long = [SamplingParams(allowed_token_ids=[1, 2]) for _ in range(2)]
+    assert shared.resolve(long[0]) is not shared.resolve(long[1])
 
 
 def test_log_probabilities() -> None:
     def asked(**fields: Any) -> tuple[LogprobsRequest | None, LogprobsRequest | None]:
-        row = resolver().resolve(SamplingParams(**fields), 5, frozenset(), NO_WORDS)
+        row = resolver().resolve(SamplingParams(**fields)).sampling
         return row.logprobs, row.prompt_logprobs
 
     assert asked(logprobs=0) == (LogprobsRequest(0), None)
@@ -87,13 +98,13 @@ def test_log_probabilities() -> None:
 )
 def test_g15_what_the_model_does_not_have_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidParamsError, match=next(iter(fields))):
-        resolver().check(SamplingParams(**fields))
+        resolver().resolve(SamplingParams(**fields))
 
 
 def test_bad_words_in_both_spellings() -> None:
-    words = resolver(tokenizer=Words()).bad_words(SamplingParams(bad_words=["cat", " dog", "cat-dog"]))
+    words = resolver(tokenizer=Words()).resolve(SamplingParams(bad_words=["cat", " dog", "cat-dog"])).bad_words
     assert words == BadWords((0, 3, 4), ((0, 2, 1), (3, 2, 1)))  # " dog" is not "dog"
-    assert resolver(tokenizer=Words()).bad_words(SamplingParams()) == NO_WORDS
+    assert resolver(tokenizer=Words()).resolve(SamplingParams()).bad_words == BadWords((), ())
 
 
 @pytest.mark.parametrize(
@@ -108,5 +119,5 @@ def test_bad_words_in_both_spellings() -> None:
 )
 def test_something_must_be_legal(fields: dict[str, Any], banned: tuple[int, ...], named: str) -> None:
     with pytest.raises(InvalidParamsError, match=named):
-        resolver().resolve(SamplingParams(**fields), 5, frozenset({7}), BadWords(banned, ()))
-    resolver().resolve(SamplingParams(**fields), 5, frozenset({7}), BadWords(banned[1:], ()))
+        resolver().settings(SamplingParams(**fields), frozenset({7}), BadWords(banned, ()))
+    resolver().settings(SamplingParams(**fields), frozenset({7}), BadWords(banned[1:], ()))

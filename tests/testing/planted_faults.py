@@ -221,7 +221,7 @@ class ForkSharesTooMuch(Scheduler):
                 self.cache._copies_due.remove(due)
                 self.cache.pool.release(due.destination)
                 request.tables[due.group][due.index] = due.source
-                draft.edit(due.group, request, due.index, due.source)
+                draft.edit(due.group, request, due.index, (due.source,))
 
         original = self.cache.fork
         replace(self.cache, "fork", fork)

@@ -123,7 +123,7 @@ class Dispatcher:
             if stream.mailbox.request_id == request_id:
                 self._end_waiting(stream.number, FinishReason.ABORT)
         if self._up:
-            self._transmit(Abort(request_id))
+            self._transmit(Abort(str.__str__(request_id)))
 
     def ask(self, question: Question) -> None:
         """Something beside the requests."""
@@ -250,7 +250,8 @@ class Dispatcher:
             failure.__cause__ = error
             return self._streams.fail([stream.number], lambda: failure)
         stream.submission = None
-        self._transmit(Open(stream.number, mailbox.request_id, len(mailbox.choices), mailbox.aborted, packed))
+        name = str.__str__(mailbox.request_id)  # which may be of a type that only the host has
+        self._transmit(Open(stream.number, name, len(mailbox.choices), mailbox.aborted, packed))
 
     def _put(self, question: Question) -> None:
         try:

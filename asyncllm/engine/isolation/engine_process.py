@@ -33,7 +33,7 @@ from asyncllm.engine.isolation.messages import (
     Started,
 )
 from asyncllm.engine.isolation.remote_core import RemoteCore
-from asyncllm.engine.isolation.travel import ErrorReport, pack
+from asyncllm.engine.isolation.travel import ErrorReport, pack, pack_plain, unpack
 from asyncllm.engine.model import ModelLoader
 from asyncllm.errors import AsyncLLMError, ConfigError, EngineClosed, EngineCrashed, EngineDead
 
@@ -59,7 +59,8 @@ class EngineProcess:
 
     def __init__(self, name: str, load: ModelLoader, config: EngineConfig) -> None:
         """Raises `ConfigError` where the loader cannot cross."""
-        self._begin = Begin(name, _packed(load), config, logger.getEffectiveLevel())
+        plain = unpack(pack_plain(config))  # a text in it may be of a type that only the host has
+        self._begin = Begin(str.__str__(name), _packed(load), plain, logger.getEffectiveLevel())
         self._folder, self._path = _working_folder(), [entry or os.curdir for entry in sys.path]
         self._core = RemoteCore()
         self._calls: dict[int, HookCall] = {}  # of the host's functions, by the child's number

@@ -46,7 +46,7 @@ class Outlet:
         self._released = released
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listening: asyncio.Future[None] | None = None  # the host always waits for the next token
+        self._listening: asyncio.Future[None] | None = None  # the host always waits, for the start and the next token
         self._told: EngineStatistics | None = None
         self._told_bytes: set[int] = set()  # token ids
         self._hooks_over: deque[int] = deque()
@@ -62,6 +62,7 @@ class Outlet:
             self._listening = self._loop.create_future()
         mailbox.consumer = self
         mailbox.waiter = self._listening
+        mailbox.starters.append(self._listening)
 
     def forget(self, request: int, mailbox: Mailbox) -> None:
         """As `Consumers.forget`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -58,6 +58,17 @@ class BlockPool:
         self._holders[block] = 1
         return block
 
+    def allocate_some(self, count: int) -> list[int]:
+        """So many blocks, as `allocate` gives them one by one."""
+        free = self._free
+        if count > len(free):
+            return [self.allocate() for _ in range(count)]
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - count :]
+        for block in blocks:
+            self._holders[block] = 1
+        return blocks
+
     def share(self, block: int) -> None:
         """One more holder, of a held or a cached block."""
         if self._holders[block] == 0:
@@ -66,13 +77,20 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """One holder less. The last one leaves the block cached if the prefix index knows it, else free."""
-        assert self._holders[block] > 0, f"block {block} released once too often"
-        self._holders[block] -= 1
-        if self._holders[block] == 0:
-            if block in self._index:
-                self._cached[block] = None
-            else:
-                self._free.append(block)
+        self.release_some((block,))
+
+    def release_some(self, blocks: Iterable[int]) -> None:
+        """The same for each of these, in their order."""
+        holders, entries = self._holders, self._index.entries
+        for block in blocks:
+            left = holders[block] - 1
+            assert left >= 0, f"block {block} released once too often"
+            holders[block] = left
+            if not left:
+                if block in entries:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
         """Raise AssertionError unless exactly `held` (block -> holders) is held, and every other block is in its

@@ -80,6 +80,8 @@ class KvCache:
 
     def owed(self, request: Request) -> int:
         """Blocks that a running request still needs to compute the tokens it already knows."""
+        if not self._windowed:
+            return self.shortfall(request, request.known)
         held = sum(len(table) - first for table, first in zip(request.tables, request.given_back, strict=True))
         return max(0, most_blocks(self._groups, self._block_size, request.known) - held)
 
@@ -112,8 +114,9 @@ class KvCache:
                 table[-1] = self._writable(table[-1], draft)
             request.tables[g] = table
             request.given_back[g] = next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table))
-            for index in range(request.given_back[g], len(table)):
-                draft.edit(g, request, index, table[index])
+            first = request.given_back[g]
+            if first < len(table):
+                draft.edit(g, request, first, table[first:])
         request.remembered = hit.positions // self._block_size
 
     def fork(self, request: Request, leader: Request, positions: int, draft: StepDraft) -> None:
@@ -125,9 +128,9 @@ class KvCache:
         for g, blocks in enumerate(leader.tables):
             first = request.given_back[g] = leader.given_back[g]
             table = request.tables[g] = blocks[:whole]
-            for index in range(first, whole):
-                self.pool.share(table[index])
-                draft.edit(g, request, index, table[index])
+            for block in table[first:]:
+                self.pool.share(block)
+            draft.edit(g, request, first, table[first:])
             if positions % self._block_size:
                 self.pool.share(blocks[whole])
                 table.append(self.pool.allocate())
@@ -145,7 +148,7 @@ class KvCache:
             if due.request.row is None:
                 self.pool.release(due.source)
             else:
-                draft.edit(due.group, due.request, due.index, due.destination)
+                draft.edit(due.group, due.request, due.index, (due.destination,))
                 draft.copies.append(BlockCopy(due.source, due.destination))
         self._copies_due = [due for due in self._copies_due if due.step == draft.step]
 
@@ -163,10 +166,13 @@ class KvCache:
 
     def grow(self, request: Request, positions: int, draft: StepDraft) -> None:
         """Allocate what is missing for the first `positions` positions. It must be available."""
-        for index in range(len(request.tables[0]), -(-positions // self._block_size)):
+        first = len(request.tables[0])
+        missing = -(-positions // self._block_size) - first
+        if missing > 0:
             for g, table in enumerate(request.tables):
-                table.append(self.pool.allocate())
-                draft.edit(g, request, index, table[index])
+                blocks = self.pool.allocate_some(missing)
+                table.extend(blocks)
+                draft.edit(g, request, first, blocks)
 
     def remember(self, request: Request, positions: int) -> list[int]:
         """Enter the full blocks among the first `positions` positions, whose tokens are known and which are
@@ -176,10 +182,9 @@ class KvCache:
         if blocks <= request.remembered:
             return entered
         self.index.hash_blocks(request, blocks)
-        for index in range(request.remembered, min(blocks, len(request.hashes))):
-            for g, table in enumerate(request.tables):
-                if table[index] != NULL_BLOCK and self.index.enter(g, request.hashes[index], table[index]):
-                    entered.append(table[index])
+        new = request.hashes[request.remembered : blocks]
+        for g, table in enumerate(request.tables):
+            entered += self.index.enter_some(g, new, table[request.remembered : request.remembered + len(new)])
         request.remembered = blocks
         return entered
 
@@ -203,12 +208,12 @@ class KvCache:
         """Release all blocks of a request, what it computed remembered. The end of a prefix goes first, so that it
         is also given up first: without its beginning it would be useless."""
         self.remember(request, request.applied)
-        for due in [due for due in self._copies_due if due.request is request]:
-            self.pool.release(due.source)
-            self._copies_due.remove(due)
+        if self._copies_due:
+            for due in [due for due in self._copies_due if due.request is request]:
+                self.pool.release(due.source)
+                self._copies_due.remove(due)
         for g, table in enumerate(request.tables):
-            for index in range(len(table) - 1, request.given_back[g] - 1, -1):
-                self.pool.release(table[index])
+            self.pool.release_some(reversed(table[request.given_back[g] :]))
             request.tables[g] = []
             request.given_back[g] = 0
         request.remembered = 0

@@ -7,7 +7,7 @@ counted so that no extra can pass for another one.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,6 +40,14 @@ def first_block_read(group: CacheGroup, position: int, block_size: int) -> int:
     return 0 if group.window is None else max(0, position - group.window + 1) // block_size
 
 
+def _leading(by_hash: Mapping[bytes, int], hashes: list[bytes], most: int) -> int:
+    """How many of the first `most` blocks are there before the first that is not."""
+    for count in range(most):
+        if hashes[count] not in by_hash:
+            return count
+    return most
+
+
 def _runs(by_hash: Mapping[bytes, int], hashes: list[bytes]) -> list[int]:
     """runs[i]: how many blocks in a row, ending with block i - 1, are there."""
     runs = [0]
@@ -63,17 +71,14 @@ class PrefixIndex:
         self._block_size = block_size
         self._groups = groups
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
-        self._entries: dict[int, tuple[int, bytes]] = {}  # block -> its group and hash
+        self.entries: dict[int, tuple[int, bytes]] = {}  # block -> its group and hash; to be read only
+        self._nothing = PrefixHit(0, tuple([] for _ in groups))
 
     def __contains__(self, block: int) -> bool:
-        return block in self._entries
+        return block in self.entries
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> Mapping[int, tuple[int, bytes]]:
-        """Every block in the index, with its group and hash. For tests."""
-        return dict(self._entries)
+        return len(self.entries)
 
     def hash_blocks(self, request: Request, blocks: int) -> None:
         """Extend `request.hashes` to its first `blocks` blocks, whose tokens are all known."""
@@ -83,9 +88,9 @@ class PrefixIndex:
         salt = request.spec.cache_salt
         parent = hashes[-1] if hashes else _NO_EXTRAS if salt is None else root_hash({"salt": salt})
         start = len(hashes) * size
-        tokens = request.tokens(start, blocks * size).tobytes()
-        for at in range(0, len(tokens), 4 * size):
-            parent = block_hash(parent, tokens[at : at + 4 * size])
+        tokens, step = request.tokens(start, blocks * size).tobytes(), 4 * size
+        for at in range(0, len(tokens), step):
+            parent = block_hash(parent, tokens[at : at + step])
             hashes.append(parent)
 
     def longest_hit(self, request: Request, unreadable: Container[int]) -> PrefixHit:
@@ -100,7 +105,9 @@ class PrefixIndex:
         blocks = min(len(request.hashes), known // size) if request.reuses_prefix else 0
         for group, by_hash in zip(self._groups, self._blocks, strict=True):
             if group.window is None:
-                blocks = next((i for i in range(blocks) if request.hashes[i] not in by_hash), blocks)
+                blocks = _leading(by_hash, request.hashes, blocks)
+        if not blocks:
+            return self._nothing
         windows = [
             (group, _runs(by_hash, request.hashes[:blocks]))
             for group, by_hash in zip(self._groups, self._blocks, strict=True)
@@ -113,7 +120,7 @@ class PrefixIndex:
             hit = self._hit(request, positions, end)
             if positions == end * size or not any(table[-1] in unreadable for table in hit.tables):
                 return hit
-        return PrefixHit(0, tuple([] for _ in self._groups))
+        return self._nothing
 
     def _hit(self, request: Request, positions: int, end: int) -> PrefixHit:
         tables = []
@@ -128,22 +135,28 @@ class PrefixIndex:
 
     def enter(self, group: int, digest: bytes, block: int) -> bool:
         """Let later requests find `block`. False where the same content is there already, in another block."""
-        if digest in self._blocks[group]:
-            return False
-        self._blocks[group][digest] = block
-        self._entries[block] = (group, digest)
-        return True
+        return bool(self.enter_some(group, (digest,), (block,)))
+
+    def enter_some(self, group: int, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
+        """The same for each of these, the null block apart. Returns the blocks that are new here."""
+        by_hash, entered = self._blocks[group], []
+        for digest, block in zip(digests, blocks, strict=True):
+            if digest not in by_hash and block != NULL_BLOCK:
+                by_hash[digest] = block
+                self.entries[block] = (group, digest)
+                entered.append(block)
+        return entered
 
     def forget(self, block: int) -> None:
         """Take a block out; nothing happens where it is not in."""
-        if block in self._entries:
-            group, digest = self._entries.pop(block)
+        if block in self.entries:
+            group, digest = self.entries.pop(block)
             del self._blocks[group][digest]
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the two directions differ."""
         forward = {block: (g, digest) for g, by_hash in enumerate(self._blocks) for digest, block in by_hash.items()}
-        assert forward == self._entries, "prefix index: the two directions differ"
+        assert forward == self.entries, "prefix index: the two directions differ"
         assert len(forward) == sum(map(len, self._blocks)), "prefix index: a block under two hashes"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncllm.engine.plan import Float32Array, TokenScores
 from asyncllm.results import FinishReason
@@ -39,8 +40,7 @@ class StepTokens:
     logits: Sequence[KeptLogits] = ()  # of those that read them
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """How a request ended."""
 
     request: int

@@ -88,6 +88,7 @@ class Request:
         "output",
         "phase",
         "preemptions",
+        "prompt_tokens",
         "remembered",
         "row",
         "spec",
@@ -97,6 +98,7 @@ class Request:
     def __init__(self, spec: RequestSpec, order: Order, limit: int, num_groups: int) -> None:
         self.spec = spec
         self.id = spec.request
+        self.prompt_tokens = len(spec.token_ids)
         self.late = spec.sampling.late
         self.order = order
         self.limit = limit  # prompt and output together never pass this
@@ -121,7 +123,7 @@ class Request:
     @property
     def known(self) -> int:
         """How many tokens the host knows."""
-        return len(self.spec.token_ids) + len(self.output)
+        return self.prompt_tokens + len(self.output)
 
     @property
     def applied(self) -> int:

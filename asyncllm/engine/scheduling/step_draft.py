@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,15 +15,6 @@ from asyncllm.engine.scheduling.row_table import RowMap, SteadyRows
 NO_EDITS = TableEdits(*(np.zeros(0, np.int32) for _ in range(4)))
 ALL_LEGAL = np.uint32(0xFFFFFFFF)
 NO_COPIES: Int32Array = np.zeros((0, 2), np.int32)
-
-
-class TableEdit(NamedTuple):
-    """One new entry of a block table."""
-
-    group: int
-    row: int
-    entry: int  # which one, counted from the request's first block
-    block: int
 
 
 class LateSample(NamedTuple):
@@ -68,7 +60,10 @@ class StepDraft:
     now: float
     budget: int  # positions that chunks may still take
     joins: list[RowJoin] = field(default_factory=list)
-    edits: list[TableEdit] = field(default_factory=list)
+    edit_groups: list[int] = field(default_factory=list)  # one for each new entry of a block table, and so the others
+    edit_rows: list[int] = field(default_factory=list)
+    edit_indices: list[int] = field(default_factory=list)  # counted from the request's first block
+    edit_blocks: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_requests: list[Request] = field(default_factory=list)
@@ -80,10 +75,14 @@ class StepDraft:
     late_finals: list[LateSample] = field(default_factory=list)  # that do not: it is their last one
     borders: list[Request] = field(default_factory=list)  # steady rows that begin a block: the one before is full
 
-    def edit(self, group: int, request: Request, index: int, block: int) -> None:
-        """Note a new entry in the block table of a request's row."""
+    def edit(self, group: int, request: Request, index: int, blocks: Sequence[int]) -> None:
+        """Note new entries in the block table of a request's row, from `index` on."""
         assert request.row is not None
-        self.edits.append(TableEdit(group, request.row, index, block))
+        count = len(blocks)
+        self.edit_groups += [group] * count
+        self.edit_rows += [request.row] * count
+        self.edit_indices += range(index, index + count)
+        self.edit_blocks += blocks
 
     @property
     def empty(self) -> bool:
@@ -93,8 +92,13 @@ class StepDraft:
     def plan(self, steady: SteadyRows, changed: bool) -> StepPlan:
         """The finished plan."""
         tables, copies = NO_EDITS, NO_COPIES
-        if self.edits:
-            tables = TableEdits(*np.ascontiguousarray(np.array(self.edits, np.int32).T))
+        if self.edit_blocks:
+            tables = TableEdits(
+                groups=np.array(self.edit_groups, np.int32),
+                rows=np.array(self.edit_rows, np.int32),
+                indices=np.array(self.edit_indices, np.int32),
+                blocks=np.array(self.edit_blocks, np.int32),
+            )
         if self.copies:
             copies = np.array(self.copies, np.int32)
         return StepPlan(

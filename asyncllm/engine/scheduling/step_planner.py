@@ -134,17 +134,17 @@ class StepPlanner:
 
     def _plan_chunk(self, request: Request, draft: StepDraft) -> bool:
         """A lagging row gets as many of its known tokens as budget and blocks allow."""
-        start = self._rows.position(request)
-        if start >= request.known or draft.budget == 0:
+        start, known = self._rows.position(request), request.known
+        if start >= known or draft.budget == 0:
             return True  # its tokens are on their way; or others took the step's positions
         if not self._make_place(request, start + 1):
             return False
         self._cache.give_back(request)
-        wanted = min(request.known, start + draft.budget)
+        wanted = min(known, start + draft.budget)
         end = min(wanted, self._cache.reach(request))
         self._cache.grow(request, end, draft)
         assert request.row is not None
-        caught_up = end == request.known
+        caught_up = end == known
         samples = caught_up and not request.late
         keeps = caught_up and request.late
         draft.chunks.append(Chunk(request.row, start, request.tokens(start, end), samples, keeps))
@@ -199,7 +199,8 @@ class StepPlanner:
             request = self._roster.first_waiting
             if request is None or not self._admit(request, owed, draft):
                 break
-            owed += self._cache.owed(request)
+            if self._rows.position(request) < request.known:
+                owed += self._cache.owed(request)
 
     def _admit(self, request: Request, owed: int, draft: StepDraft) -> bool:
         """Give the first in the queue a row, if there are blocks for all that it knows, and to spare: `owed` for what

@@ -31,8 +31,8 @@ def make_draft() -> tuple[StepDraft, SteadyRows]:
         request.row = row
     draft = StepDraft(step=5, now=0.0, budget=10)
     draft.joins.append(RowJoin(2, 2, GREEDY))
-    draft.edit(0, requests[2], 0, 7)
-    draft.edit(1, requests[3], 4, 8)
+    draft.edit(0, requests[2], 0, (7,))
+    draft.edit(1, requests[3], 4, (8,))
     draft.copies.append(BlockCopy(3, 4))
     for row, samples in ((2, False), (3, True)):
         draft.chunks.append(Chunk(row, 0, np.array([1, 2], np.int32), samples))
