@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,7 +31,6 @@ from tests.engine.programs import start_program
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parent.parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=400)
 
