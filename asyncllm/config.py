@@ -55,7 +55,7 @@ class EngineConfig:
     max_batched_tokens: int | None = None
     """Positions that one step computes."""
     mixed_chunk_tokens: int | None = None
-    """Prompt tokens that a step computes beside running requests where a prompt comes alone; of a burst more."""
+    """Prompt tokens of a step in which others decode; of many prompts that come at once, more."""
     block_size: int | None = None
     """Tokens in a block of the KV cache: a power of two, 8 to 256."""
     num_blocks: int | None = None

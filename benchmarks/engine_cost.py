@@ -16,13 +16,11 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -30,8 +28,8 @@ from asyncllm import AsyncEngine, EngineConfig, SamplingParams
 from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
-from asyncllm.testing.tiny_models import write_byte_tokenizer
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
 
 IDS_GOAL, TEXT_GOAL = 3.0, 4.0
 """At most so many times the cost of the queues."""
@@ -193,9 +191,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with tempfile.TemporaryDirectory() as folder:
-        write_byte_tokenizer(Path(folder))
-        tokenizer = Tokenizer.load(TokenizerData(folder=Path(folder)))
+    tokenizer = byte_tokenizer()
     streams, tokens = chosen.streams, chosen.tokens
     cases: dict[str, Callable[[], Awaitable[Cost]]] = {
         "asyncio.Queue": lambda: measure_queues(streams, tokens),

@@ -41,6 +41,7 @@ from asyncllm.workloads import (
 )
 from benchmarks.child import CHECK, FIRST
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
+from benchmarks.model_folders import model_folder, model_names
 from benchmarks.startup import process_age
 from benchmarks.step_profile import DeviceEvent, StepLoad, StepProfile, profile_steps
 
@@ -323,7 +324,7 @@ def check_tokens(folder: Path, samples: Sequence[Sample]) -> Check:
 def main() -> int:
     """Measure, check, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=sorted(path.name for path in (ROOT / "models").iterdir()))
+    parser.add_argument("model", choices=model_names())
     parser.add_argument("--workload", action="append", choices=PROFILES["gpu"])
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="see where decode steps and a prefill spend their time")
@@ -331,7 +332,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="teacher-force four requests through a float32 model")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu-MODEL.json")
     chosen = parser.parse_args()
-    folder = ROOT / "models" / chosen.model
+    folder = model_folder(chosen.model)
     report = Report(
         command=" ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
         device=torch.cuda.get_device_name(),

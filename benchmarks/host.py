@@ -30,6 +30,7 @@ from asyncllm.workloads import COLUMNS, Measurement, Workload, make_requests, me
 from benchmarks.child import FIRST
 from benchmarks.figures import Figures
 from benchmarks.idle_model import IdleModel
+from benchmarks.model_folders import model_folder
 
 BLOCKED = 0.1
 """Seconds for which a sleeping host's loop is blocked, and then free."""
@@ -149,10 +150,9 @@ async def measure(
 def _settings(model: str | None, device: str) -> tuple[Path | ModelLoader, EngineConfig]:
     if model is None:
         return IdleModel(IDLE_STEP), EngineConfig()
-    from benchmarks.gpu import ROOT, SETTINGS  # noqa: PLC0415  # brings torch
+    from benchmarks.gpu import SETTINGS  # noqa: PLC0415  # brings torch
 
-    folder = ROOT / "models" / model if (ROOT / "models" / model).is_dir() else Path(model)
-    return folder, SETTINGS.override(device=device)
+    return model_folder(model), SETTINGS.override(device=device)
 
 
 async def run(chosen: argparse.Namespace, report: Report) -> None:

@@ -17,15 +17,11 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -37,9 +33,10 @@ from asyncllm.api.token_events import TokenEvents
 from asyncllm.config import EngineConfig
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.inputs.chat_template import ChatTemplate
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
-from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE
 from benchmarks.engine_cost import Rounds, model
+from benchmarks.server_process import answer, server_process
 
 GOAL = 2.0
 """At most so many times the bare handler's processor time."""
@@ -136,11 +133,8 @@ def bare_asgi(rounds: BareRounds, tokens: int) -> Callable[..., Awaitable[None]]
 
 
 async def serve(shell: str, streams: int, tokens: int) -> None:
-    """Say the ports, then the processor time whenever a line comes in."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_byte_tokenizer(Path(folder), chat_template=CHAT_TEMPLATE)
-        tokenizer = Tokenizer.load(TokenizerData(folder=Path(folder)))
-    rounds = Rounds(streams)
+    """As `server_process` has it; whenever it is asked, no request is left."""
+    tokenizer, rounds = byte_tokenizer(chat_template=CHAT_TEMPLATE), Rounds(streams)
     engine = AsyncEngine(chat_model(model(rounds, tokens, tokenizer)))
     pace(rounds)
     bare = BareRounds(streams)
@@ -156,12 +150,13 @@ async def serve(shell: str, streams: int, tokens: int) -> None:
                 "bare": bare_asgi(bare, tokens),
                 "asyncllm": create_asgi_app(engine, model_names=["bench"], page=False),
             }
+
+        def processor_time() -> float:
+            rounds.reset()
+            return time.process_time()
+
         async with listening(shell, apps) as ports:
-            loop = asyncio.get_running_loop()
-            print(json.dumps(ports), flush=True)
-            while await loop.run_in_executor(None, sys.stdin.readline):
-                rounds.reset()
-                print(time.process_time(), flush=True)
+            await answer(ports, processor_time)
 
 
 @asynccontextmanager
@@ -249,26 +244,15 @@ async def read_all(port: int, streams: int, tokens: int) -> None:
 
 def measure(shell: str, streams: int, tokens: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of the serving process a token, for each handler."""
-    command = [sys.executable, "-m", "benchmarks.http_cost", "--serve", shell, "--streams", str(streams), "--tokens",
-               str(tokens)]  # fmt: skip
+    sizes = ("--streams", str(streams), "--tokens", str(tokens))
     costs: dict[str, list[float]] = {"bare": [], "asyncllm": []}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def processor_time() -> float:
-            server.stdin.write("\n")  # type: ignore[union-attr]
-            server.stdin.flush()  # type: ignore[union-attr]
-            return float(server.stdout.readline())  # type: ignore[union-attr]
-
-        ports = json.loads(server.stdout.readline())
+    with server_process("benchmarks.http_cost", "--serve", shell, *sizes) as server:
         for repeat in range(repeats + 1):
             for name, times in costs.items():
-                start = processor_time()
-                asyncio.run(read_all(ports[name], streams, tokens))
+                start = server.processor_time()
+                asyncio.run(read_all(server.ports[name], streams, tokens))
                 if repeat:  # the first one warms up
-                    times.append((processor_time() - start) / (streams * tokens))
-        server.stdin.close()
+                    times.append((server.processor_time() - start) / (streams * tokens))
     return costs
 
 

@@ -26,8 +26,8 @@ from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import COLUMNS, Measurement, Workload, make_requests, measure_engine, table_row
 from benchmarks.figures import Figures
+from benchmarks.model_folders import model_folder
 
-ROOT = Path(__file__).parent
 OUTPUT = 32
 """Tokens after the long prompt."""
 SLACK = 64_000_000
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(arguments)
-    folder = ROOT / "models" / chosen.model if (ROOT / "models" / chosen.model).is_dir() else Path(chosen.model)
+    folder = model_folder(chosen.model)
     config = EngineConfig(device=chosen.device, load_format="dummy")
     name = torch.cuda.get_device_name() if chosen.device.startswith("cuda") else "CPU"
     report = Report(" ".join(["python -m benchmarks.limits", *(arguments or sys.argv[1:])]), name)

@@ -82,9 +82,7 @@ def _own(source: ModelSource, config: ModelConfig) -> Products:
     return [(linear.in_features, linear) for linear in linears if isinstance(linear, CpuLinear)]
 
 
-def _measure(
-    products: Products, head: Products = ()
-) -> list[float]:
+def _measure(products: Products, head: Products = ()) -> list[float]:
     """Seconds for each of `ROWS`: of all products once, the fastest of some rounds."""
     found = []
     for rows in ROWS:

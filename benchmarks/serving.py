@@ -14,41 +14,35 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
 
 import uvloop
 from aiohttp import web
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.api import create_aiohttp_app
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
-from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE
 from benchmarks.http import StreamFigures, drive
 from benchmarks.idle_model import IdleModel
+from benchmarks.server_process import answer, server_process
 
 KINDS = ("thread", "process")
 
 
 async def serve(kind: str, streams: int, step: float) -> None:
-    """Say the port, then the processor time of this process and its children whenever a line comes in."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_byte_tokenizer(Path(folder), chat_template=CHAT_TEMPLATE)
-        tokenizer = Tokenizer.load(TokenizerData(folder=Path(folder)))
+    """In a process of its own, as `server_process` has it."""
+    model = IdleModel(step, byte_tokenizer(chat_template=CHAT_TEMPLATE), CHAT_TEMPLATE)
     config = EngineConfig(isolation=kind, max_num_seqs=max(streams, 256), max_model_len=1024)  # type: ignore[arg-type]
-    async with AsyncEngine(IdleModel(step, tokenizer, CHAT_TEMPLATE), config=config) as engine:
+    async with AsyncEngine(model, config=config) as engine:
         runner = web.AppRunner(create_aiohttp_app(engine, model_names=["bench"], page=False), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        print(runner.addresses[0][1], flush=True)
-        while await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
-            print(processor_time(), flush=True)
+        await answer({kind: runner.addresses[0][1]}, processor_time)
         await runner.cleanup()
 
 
@@ -61,31 +55,6 @@ def processor_time() -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return own.ru_utime + own.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(slots=True)
-class Server:
-    """One of them, seen from here."""
-
-    port: int
-    stdin: IO[str]
-    stdout: IO[str]
-
-    def processor_time(self) -> float:
-        self.stdin.write("\n")
-        self.stdin.flush()
-        return float(self.stdout.readline())
-
-
-@contextmanager
-def server(kind: str, streams: int, step: float) -> Iterator[Server]:
-    command = [sys.executable, "-m", "benchmarks.serving", "--serve", kind, "--streams", str(streams)]
-    command += ["--step", str(step)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield Server(int(process.stdout.readline()), process.stdin, process.stdout)
-        process.stdin.close()
 
 
 @dataclass(slots=True)
@@ -116,12 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.serving", *(sys.argv[1:] if arguments is None else arguments)])
     report = Report(command, os.cpu_count() or 1)
     with ExitStack() as stack:
-        servers = {kind: stack.enter_context(server(kind, chosen.streams, chosen.step)) for kind in KINDS}
+        sizes = ("--streams", str(chosen.streams), "--step", str(chosen.step))
+        servers = {
+            kind: stack.enter_context(server_process("benchmarks.serving", "--serve", kind, *sizes)) for kind in KINDS
+        }
         first = 0
         for number in range(chosen.rounds + 1):
             for kind, one in servers.items():
                 before = one.processor_time()
-                found = asyncio.run(drive(one.port, chosen.streams, chosen.tokens, first))
+                found = asyncio.run(drive(one.ports[kind], chosen.streams, chosen.tokens, first))
                 first += chosen.streams
                 if number:  # the first round warms up
                     report.figures[kind].append(found)

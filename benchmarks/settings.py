@@ -26,6 +26,7 @@ from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measu
 from benchmarks.child import FIRST
 from benchmarks.figures import Figures
 from benchmarks.gpu import ROOT, SETTINGS
+from benchmarks.model_folders import model_folder, model_names
 
 CHANGES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -79,7 +80,7 @@ def write(path: Path, report: dict[str, Any]) -> None:
 def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=sorted(path.name for path in (ROOT / "models").iterdir()))
+    parser.add_argument("model", choices=model_names())
     parser.add_argument("--only", action="append", choices=CHANGES, help="beside the default")
     parser.add_argument("--workload", action="append", choices=WORKLOADS)
     parser.add_argument("--output", type=Path)
@@ -87,7 +88,7 @@ def main() -> int:
     workloads = [WORKLOADS[name] for name in chosen.workload or WORKLOADS]
     names = [name for name in CHANGES if name == "default" or not chosen.only or name in chosen.only]
     path = chosen.output or ROOT / "results" / f"settings-{chosen.model}.json"
-    asyncio.run(measure_all(ROOT / "models" / chosen.model, names, workloads, path))
+    asyncio.run(measure_all(model_folder(chosen.model), names, workloads, path))
     return 0
 
 

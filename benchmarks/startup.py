@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent
+from benchmarks.model_folders import model_folder, model_names
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ async def measure(breakdown: Breakdown) -> None:
         device="cuda", load_format="dummy", max_num_seqs=256, max_batched_tokens=8192, max_model_len=8192
     )
     breakdown.imported = process_age()
-    async with AsyncEngine(ROOT / "models" / breakdown.model, config=config) as engine:
+    async with AsyncEngine(model_folder(breakdown.model), config=config) as engine:
         breakdown.served = process_age()
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True))
         breakdown.first_token = process_age()
@@ -102,7 +102,7 @@ async def measure(breakdown: Breakdown) -> None:
 def main() -> None:
     """Print it, and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=sorted(path.name for path in (ROOT / "models").iterdir()))
+    parser.add_argument("model", choices=model_names())
     parser.add_argument("--warm", action="store_true", help="keep Triton's cache on disk")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -41,6 +41,7 @@ from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
 from benchmarks.gpu import SETTINGS
 from benchmarks.kernels import copies
+from benchmarks.model_folders import model_folder, model_names
 
 ROOT = Path(__file__).parent
 ROWS = (1, 16, 32, 64, 128, 256)
@@ -306,13 +307,13 @@ def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
 
 def main() -> None:
     """Measure, print, write."""
-    models = sorted(path.name for path in (ROOT / "models").iterdir())
+    models = model_names()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="*", default=models, help=f"of {', '.join(models)}; default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--output", type=Path, help="folder of both files, in place of where the engine looks")
     chosen = parser.parse_args()
-    products = list(dict.fromkeys(product for name in chosen.model for product in products_of(ROOT / "models" / name)))
+    products = list(dict.fromkeys(product for name in chosen.model for product in products_of(model_folder(name))))
     print(compile_all(products, chosen.rows), "kernels compiled", flush=True)
     device = torch.cuda.get_device_name()
     watch = Stopwatch()

@@ -20,7 +20,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from asyncllm.engine.execution.cuda_executor import PATIENCE, first_graph_sizes, graph_sizes
+from asyncllm.engine.execution.cuda_executor import PADDING_BEFORE_CAPTURE, first_graph_sizes, graph_sizes
 from asyncllm.engine.execution.sizes import mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
@@ -120,7 +120,8 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an H200 took, on what is now the older scheduler: tokens a second (`prefill64`: input), times in ms."""
+    """What an H200 took, without a limit on chunks beside decoding rows: tokens a second (`prefill64`: input), times in
+    ms."""
 
     rate: float
     ttft: tuple[float, float]  # p50, p99
@@ -158,7 +159,7 @@ class Graphs:
             for chunks in (True, False)
             for size in first_graph_sizes(config.max_batched_tokens if chunks else config.max_num_seqs, chunks=chunks)
         }
-        self._patience: dict[tuple[int, bool], int] = {}
+        self._padding_left: dict[tuple[int, bool], int] = {}
         self.captured = 0
 
     def size(self, plan: StepPlan) -> int:
@@ -167,10 +168,10 @@ class Graphs:
         best = (fitting[0], chunks)
         if best in self._captured:
             return fitting[0]
-        left = self._patience.setdefault(best, PATIENCE)
+        left = self._padding_left.setdefault(best, PADDING_BEFORE_CAPTURE)
         larger = [size for size in fitting if (size, chunks) in self._captured]
         if left > 0 and larger:
-            self._patience[best] = left - (larger[0] - plan.num_tokens)
+            self._padding_left[best] = left - (larger[0] - plan.num_tokens)
             return larger[0]
         self._captured.add(best)
         self.captured += 1

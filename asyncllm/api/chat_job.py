@@ -80,9 +80,7 @@ class ChatJob:
         return self.format.maker(end)
 
 
-def make_tools(
-    given: Sequence[Mapping[str, Any]], *, choice: str | None, name: str | None, parallel: bool
-) -> Tools:
+def make_tools(given: Sequence[Mapping[str, Any]], *, choice: str | None, name: str | None, parallel: bool) -> Tools:
     """Checked: a choice that needs a tool has one. `name` is the tool that must be called. Raises `InvalidRequest` and
     `InvalidParamsError`."""
     definitions = read_tools(given)

@@ -25,9 +25,7 @@ class CompletionChunks:
         include_usage: bool,
     ) -> None:
         self._head = compact(head)[:-1]
-        self._starts = [
-            f'data: {self._head},"choices":[{{"index":{index},"text":' for index in range(len(echoes))
-        ]
+        self._starts = [f'data: {self._head},"choices":[{{"index":{index},"text":' for index in range(len(echoes))]
         self._usage_field = ',"usage":null' if include_usage else ""
         self._text_end = f',"logprobs":null,"finish_reason":null}}]{self._usage_field}}}\n\n'
         self._simple = not (logprobs or token_ids)

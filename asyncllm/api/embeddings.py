@@ -47,9 +47,7 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> np.ndarray[tu
     return part / max(float(np.linalg.norm(part)), 1e-12)
 
 
-def _encoded(
-    vector: np.ndarray[tuple[int], np.dtype[np.float32]], encoding: str | None
-) -> list[float] | str:
+def _encoded(vector: np.ndarray[tuple[int], np.dtype[np.float32]], encoding: str | None) -> list[float] | str:
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return [float(value) for value in vector]

@@ -151,6 +151,8 @@ class TokenEvents:
             self._seen(delta, 0)
             if delta.usage is not None:
                 self._streams.clear()
+            elif stream.failed:  # both came together, and nobody will tell of the second
+                text += self._take(stream)
             return text
         except Exception as error:
             return self._end(error)

@@ -211,7 +211,7 @@ class AsyncEngine:
         """
         if isinstance(texts, str | bytes):
             raise InvalidPromptError(f"embed takes a list of texts, got {texts!r:.80}: for one text, [text]")
-        core = self._core()
+        core, texts = self._core(), list(texts)
         characters = sum(len(text) for text in texts if isinstance(text, str))
         found = []
         for token_ids in await self._on_worker(TextWork("prompts", (texts,), characters)):

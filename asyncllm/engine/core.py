@@ -127,7 +127,7 @@ class Core:
         """As `CoreAccess.embed`."""
         runner = self.model.runner
         if not isinstance(runner, Embeds):
-            raise InvalidParamsError(f'there are no embeddings on {self.model.facts.device} yet: use device="cpu"')
+            raise InvalidParamsError(f"there are no embeddings on {self.model.facts.device}: its runner has none")
         return self._beside.begin(runner.embed(token_ids))
 
     @property

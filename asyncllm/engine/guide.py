@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncllm.engine.plan import Adjustment, Mask, RowBias, RowSampling
+from asyncllm.engine.plan import Adjustment, RowBias, RowSampling
 from asyncllm.errors import InvalidParamsError
 from asyncllm.outputs.bad_words import BadSequences
 from asyncllm.outputs.constraint import Constraint
 from asyncllm.outputs.dry import DryHistory
+from asyncllm.outputs.token_mask import Mask, token_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class Guide:
         self._vocab_size = vocab_size
         self._words = -(-vocab_size // 32)
         self._nothing = bytes(4 * self._words)
-        self._suppressed = _mask(sampling.suppressed, self._words)
-        self._ends = _mask(guidelines.end_ids, self._words)
+        self._suppressed = token_mask(sampling.suppressed, vocab_size)
+        self._ends = token_mask(guidelines.end_ids, vocab_size)
         self._legal: Mask | None = None  # beside the constraint; None: all
         if sampling.banned or sampling.allowed is not None:
-            self._legal = ~_mask(sampling.banned, self._words)
+            self._legal = ~token_mask(sampling.banned, vocab_size)
             if sampling.allowed is not None:
-                self._legal &= _mask(sampling.allowed, self._words)
+                self._legal &= token_mask(sampling.allowed, vocab_size)
         self.prompt_tokens = len(prompt)
         self.token_ids = [*prompt]
         """Prompt and output, forced tokens included that were said last."""
@@ -96,7 +97,7 @@ class Guide:
         """Raises `InvalidParamsError` for one that allowed_token_ids or bad_words forbid."""
         free = self._legal is None and self._guidelines.bad_sequences is None
         for token_id in token_ids:
-            if not free and not self._left(_mask((token_id,), self._words), self._banned()).any():
+            if not free and not self._left(token_mask((token_id,), self._vocab_size), self._banned()).any():
                 raise _nothing_left()
             self.token_ids.append(token_id)
 
@@ -126,7 +127,7 @@ class Guide:
     def _left(self, mask: Mask, banned: set[int]) -> Mask:
         """What allowed_token_ids and bad_words leave of it; `mask` itself where there is nothing of the kind."""
         legal = mask if self._legal is None else mask & self._legal
-        return legal & ~_mask(banned, self._words) if banned else legal
+        return legal & ~token_mask(banned, self._vocab_size) if banned else legal
 
     def _check_left(self, banned: set[int]) -> None:
         """Raise `InvalidParamsError` where these bans, with the others, leave nothing of the vocabulary."""
@@ -142,12 +143,6 @@ def _nothing_left() -> InvalidParamsError:
     return InvalidParamsError(
         "structured_output with allowed_token_ids or bad_words: these leave nothing of what may come next"
     )
-
-
-def _mask(token_ids: Collection[int], words: int) -> Mask:
-    legal = np.zeros(words * 32, np.bool_)
-    legal[list(token_ids)] = True
-    return np.packbits(legal, bitorder="little").view(np.uint32)
 
 
 def _row_bias(biases: Mapping[int, float]) -> RowBias:

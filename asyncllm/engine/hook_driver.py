@@ -124,6 +124,8 @@ class HookDriver:
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 return await self._result(function, *args)
+        except HookFailed:  # from where it was called: of what it has returned
+            raise
         except Exception as error:
             if limit.expired():
                 raise HookFailed(f"{name}: {function!r:.80} took more than {self._seconds:g} seconds") from error
@@ -142,7 +144,7 @@ def checked_logits(returned: Any, vocab_size: int) -> Float32Array:
     """What a processor has returned, as logits. Raises `HookFailed`."""
     try:
         values: Float32Array = np.array(returned, dtype=np.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise HookFailed.caused("logits_processors must return logits", error) from error
     if values.shape != (vocab_size,):
         raise HookFailed(f"logits_processors must return logits of shape ({vocab_size},), got {values.shape}")

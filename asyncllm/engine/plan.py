@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncllm.outputs.token_mask import Mask
+
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
-Mask = NDArray[np.uint32]
-"""[ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set where token v is legal."""
 
 NULL_BLOCK = 0
 """The block that stands where nothing may be read: never allocated, never counted in `blocks_total`."""

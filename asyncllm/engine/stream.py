@@ -116,6 +116,11 @@ class TokenStream:
             delta = self.take()
         return delta
 
+    @property
+    def failed(self) -> bool:
+        """Whether the request has ended with an error; what came before it may still be taken."""
+        return self._mailbox.failure is not None
+
     def take(self) -> TokenDelta | None:
         """The next delta of a stream that has started, where it is there already. On the stream's loop.
 

@@ -85,7 +85,6 @@ _compilation: ContextVar[Compilation | None] = ContextVar("compilation", default
 
 
 if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
-
     # Some Pythons (3.11 among them) fail when two threads parse source at once (python/cpython#106905), as Triton does
     # for a kernel and all that it calls. It holds the interpreter lock meanwhile in any case.
     _parsing = RLock()

@@ -29,9 +29,7 @@ def _rms_norm_kernel(
     tl.store(output + row * SIZE + columns, (values * scale * weights).to(output.dtype.element_ty), mask=inside)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, output: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, output: torch.Tensor | None = None) -> torch.Tensor:
     """Normalise the rows of x [n, d] (its last dimension dense), d up to 65,536; weight [d], of any float type.
 
     Returns `output` [n, d], a new tensor unless given; it may be x itself.

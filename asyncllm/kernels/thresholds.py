@@ -43,5 +43,3 @@ def largest_threshold(
         high = tl.minimum(high, low + step * (passed + 1))
         low += step * passed
     return number_of(low.to(tl.int32))
-
-

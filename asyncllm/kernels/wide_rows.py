@@ -27,6 +27,7 @@ _SAMPLE = 8192
 """Logits that a guess looks at. Of 151,936 with a spread of 1, a top-p of 0.9 is then within 600 tokens (one standard
 deviation), and the list has room for 1,800 on either side."""
 
+
 @jit
 def _look(
     source: tl.tensor,

@@ -175,9 +175,7 @@ class Attention:
         """Make queries and keys [n, num_heads + num_kv_heads, head_dim] ready, in place."""
         rotation.apply_(qk)
 
-    def __call__(
-        self, qkv: Tensor, rotation: Rotation, cache: Sequence[CacheLayer], batch: AttentionBatch
-    ) -> Tensor:
+    def __call__(self, qkv: Tensor, rotation: Rotation, cache: Sequence[CacheLayer], batch: AttentionBatch) -> Tensor:
         """`qkv` [n, (num_heads + 2 · num_kv_heads) · head_dim], which is overwritten → [n, num_heads · head_dim].
 
         `cache`, one entry a layer of the group, takes the tokens' keys and values first.

@@ -19,6 +19,7 @@ AnyTiling = Tiling | VectorTiling
 
 _FOLDER = Path(__file__).parent / "product_tables"
 
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A shape of W, and what is done with the product."""

@@ -132,9 +132,7 @@ class Llama:
             bias=False,
             placement=placement,
         )
-        self._embedding_slot = (
-            self.head.tie(self.embedding.weight) if config.tied_head else self.embedding.slot()
-        )
+        self._embedding_slot = self.head.tie(self.embedding.weight) if config.tied_head else self.embedding.slot()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""

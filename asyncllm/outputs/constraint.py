@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-Mask = NDArray[np.uint32]
-"""[ceil(vocabulary / 32)]: bit v % 32 of word v // 32 is set where token v is legal. Bits past the vocabulary are 0."""
+from asyncllm.outputs.token_mask import Mask
 
 
 class Constraint(Protocol):

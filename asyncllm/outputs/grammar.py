@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from asyncllm.errors import DependencyError, GrammarError
-from asyncllm.outputs.constraint import Mask
+from asyncllm.outputs.token_mask import Mask
 from asyncllm.structured import StructuredOutput
 
 if TYPE_CHECKING:

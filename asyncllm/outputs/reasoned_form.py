@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from asyncllm.errors import InvalidParamsError
-from asyncllm.outputs.constraint import Constraint, Mask
+from asyncllm.outputs.constraint import Constraint
 from asyncllm.outputs.thinking_budget import ThinkingBudget
+from asyncllm.outputs.token_mask import Mask, token_mask
 
 
 class ReasonedForm:
@@ -21,12 +22,12 @@ class ReasonedForm:
         self._thinking: ThinkingBudget | None = thinking  # until the form has begun
         self._opening = 0  # tokens of the opening tag that have come
         self._vocab_size = vocab_size
-        self._free = ~bits(end_ids, vocab_size)
+        self._free = ~token_mask(end_ids, vocab_size)
         if vocab_size % 32:
             self._free[-1] &= np.uint32((1 << vocab_size % 32) - 1)
         if not thinking.begun:
-            first = form.mask()
-            if first is None or (len(thinking.start) > 1 and (first & bits(thinking.start[:1], vocab_size)).any()):
+            first, tag = form.mask(), token_mask(thinking.start[:1], vocab_size)
+            if first is None or (len(thinking.start) > 1 and (first & tag).any()):
                 raise InvalidParamsError("structured_output.after_reasoning: this form may begin as the reasoning does")
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -53,7 +54,7 @@ class ReasonedForm:
         if thinking.begun:
             closing = thinking.mask()
             return self._free if closing is None else closing
-        tag = bits(thinking.start[self._opening : self._opening + 1], self._vocab_size)
+        tag = token_mask(thinking.start[self._opening : self._opening + 1], self._vocab_size)
         if self._opening:
             return tag
         first = self._form.mask()
@@ -81,11 +82,3 @@ class ReasonedForm:
         copy._opening = self._opening
         copy._thinking = None if self._thinking is None else self._thinking.copy()
         return copy
-
-
-def bits(token_ids: Collection[int], vocab_size: int) -> Mask:
-    """The mask of these tokens."""
-    mask = np.zeros(-(-vocab_size // 32), np.uint32)
-    for token_id in token_ids:
-        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return mask

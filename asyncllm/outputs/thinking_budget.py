@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Self
 
-import numpy as np
-
-from asyncllm.outputs.constraint import Mask
+from asyncllm.outputs.token_mask import Mask, token_mask
 
 
 class _Stage(Enum):
@@ -61,11 +59,7 @@ class ThinkingBudget:
 
     def mask(self) -> Mask | None:
         """See `Constraint`."""
-        if not self._closing:
-            return None
-        mask = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        mask[self._closing[0] // 32] = np.uint32(1 << self._closing[0] % 32)
-        return mask
+        return token_mask(self._closing[:1], self._vocab_size) if self._closing else None
 
     @property
     def finished(self) -> bool:

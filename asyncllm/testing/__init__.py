@@ -5,4 +5,5 @@
 - `simulation`: a scheduler and a shadow device driven by hand, every answer checked.
 - `strategies`, `state_machine`: the same driven by hypothesis (the `testing` extra).
 - `tiny_models`: models of some kilobytes, written as folders on disk.
+- `byte_tokenizer`: a tokenizer for a model that has none, `ShadowModel` say.
 """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from asyncllm.engine.plan import Adjustment, Float32Array, RowBias, RowLogits, RowSampling
+from asyncllm.outputs.token_mask import token_mask
 
 _MASK = 2**63 - 1
 
@@ -75,9 +76,7 @@ def arbitrary_word(history: int, vocab_size: int) -> Word:
     if draw % 5 == 1:
         return Adjustment()
     legal = {(draw >> shift) % vocab_size for shift in range(8, 24, 4)}
-    mask = np.zeros(-(-vocab_size // 32), np.uint32)
-    for token_id in legal:
-        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    mask = token_mask(legal, vocab_size)
     if draw % 5 == 2:
         return Adjustment(mask)
     ban = RowBias(np.array([max(legal)], np.int32), np.array([-np.inf], np.float32))

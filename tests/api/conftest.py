@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 
 from asyncllm import AsyncEngine
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
-from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer, write_tiny_model
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 from tests.api.servers import KINDS, Running, running
 
 MakeEngine = Callable[[], AsyncEngine]
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_tokenizer(folder)
-    return Tokenizer.load(TokenizerData(folder=folder))
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")

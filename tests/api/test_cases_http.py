@@ -245,7 +245,15 @@ async def test_g27_shape_of_a_stream(shadow_app: Any, usage: bool, n: int) -> No
 
 
 async def test_g28_tool_calls_streamed_and_whole(tmp_path: Path) -> None:
-    pieces = ["\n", "<tool_call>", '{"name": ', '"w", "arguments": ', '{"city": "Mün', 'ster", "n": 42}}', "</tool_call>"]  # noqa: E501
+    pieces = [
+        "\n",
+        "<tool_call>",
+        '{"name": ',
+        '"w", "arguments": ',
+        '{"city": "Mün',
+        'ster", "n": 42}}',
+        "</tool_call>",
+    ]
     model = write_piece_model(tmp_path, pieces, chat_template=CHAT_TEMPLATE + "{# <tool_call> #}")
     tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
     async with AsyncEngine(str(model.folder), device="cpu", num_blocks=64) as engine:

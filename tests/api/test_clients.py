@@ -150,11 +150,13 @@ async def test_anthropic_async(server: Running) -> None:
         stream = await anthropic_client.messages.create(
             model="shadow", max_tokens=8, messages=MESSAGES, stream=True, extra_body={"temperature": 0}
         )
-        text = "".join([
-            event.delta.text
-            async for event in stream
-            if event.type == "content_block_delta" and event.delta.type == "text_delta"
-        ])
+        text = "".join(
+            [
+                event.delta.text
+                async for event in stream
+                if event.type == "content_block_delta" and event.delta.type == "text_delta"
+            ]
+        )
         with pytest.raises(anthropic.NotFoundError, match="does not exist"):
             await anthropic_client.messages.create(model="other", max_tokens=8, messages=MESSAGES)
     assert whole.content[0].text == text

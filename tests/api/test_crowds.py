@@ -149,9 +149,7 @@ async def best_of(times: int, port: int, tokens: int) -> float:
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
-async def test_readers_of_a_kilobyte_a_second(
-    engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_readers_of_a_kilobyte_a_second(engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside 32 of them others read as fast as without them, and the server holds a small part of what those have not
     read."""
     open_listener = servers.open_listener

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -182,6 +183,24 @@ async def test_an_error_is_the_last_event(engine: AsyncEngine, prompts: int) -> 
 
     events._render = render
     assert [event async for event in events] == [b"it cannot be told"]
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_an_error_that_comes_together_with_tokens_is_told(prompts: int) -> None:
+    """A host that lags behind hears of both at once."""
+    shadow = ShadowModel(latency=0.01)
+    async with AsyncEngine(shadow) as engine:
+        events = await events_of(engine, prompts)
+        sent = [await anext(events)]
+        assert shadow.runner is not None
+        before = engine.statistics().tokens_generated
+        time.sleep(0.05)  # noqa: ASYNC251
+        assert engine.statistics().tokens_generated > before
+        shadow.runner.fail_next(RuntimeError("the device is tired"))
+        time.sleep(0.05)  # noqa: ASYNC251
+        async with asyncio.timeout(5):
+            sent += [event async for event in events]
+    assert b"the device is tired" in sent[-1]
 
 
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])

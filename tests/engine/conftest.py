@@ -4,22 +4,20 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from asyncllm import AsyncEngine
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
-from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_byte_tokenizer
+from asyncllm.testing.tiny_models import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer() -> Tokenizer:
     """A byte-level tokenizer of 512 tokens, with a chat template."""
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder, chat_template=CHAT_TEMPLATE)
-    return Tokenizer.load(TokenizerData(folder=folder))
+    return byte_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from asyncllm.config import EngineConfig
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.outputs.constraint import Constraint
+from asyncllm.outputs.token_mask import Mask, token_mask
 from asyncllm.params import SamplingParams
 
 
@@ -40,7 +38,7 @@ class Rounds(Constraint):
             assert legal is None or token_id in legal, f"token {len(self.seen)}: {token_id} is not legal"
             self.seen.append(token_id)
 
-    def mask(self) -> NDArray[np.uint32] | None:
+    def mask(self) -> Mask | None:
         assert not self._busy, "two threads at once"
         self._busy = True
         time.sleep(self.delay)
@@ -50,10 +48,7 @@ class Rounds(Constraint):
         legal = self._legal()
         if legal is None:
             return None
-        mask = np.zeros(-(-self.vocab_size // 32), np.uint32)
-        for token_id in legal:
-            mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-        return mask
+        return token_mask(legal, self.vocab_size)
 
     def forced(self) -> tuple[int, ...]:
         return self.forces.get(len(self.seen), ())

@@ -18,12 +18,13 @@ from asyncllm.engine.core import Core
 from asyncllm.engine.execution.runner import ModelFacts, StepTicket
 from asyncllm.engine.mailbox import Mailbox
 from asyncllm.engine.model import ModelLoader, ServedModel
-from asyncllm.engine.plan import CacheGroup, LateTokens, Mask, StepPlan, StepResult
+from asyncllm.engine.plan import CacheGroup, LateTokens, StepPlan, StepResult
 from asyncllm.engine.preparation import ChatOptions, Prompt, Submission
 from asyncllm.engine.step_pipeline import clock
 from asyncllm.engine.workers import Workers
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.inputs.tokenizer import Tokenizer
+from asyncllm.outputs.token_mask import Mask
 from asyncllm.params import SamplingParams
 
 

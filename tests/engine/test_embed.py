@@ -44,6 +44,7 @@ async def test_beside_requests(tmp_path: Path) -> None:
         )
         assert together.token_ids == alone.token_ids
         assert all(each == vector for each in vectors)
+        assert await engine.embed(text for text in ["The capital of France"]) == [vector]  # type: ignore[arg-type]
         assert np.isclose(np.linalg.norm(vector.embedding), 1)
         with pytest.raises(InvalidPromptError):
             await engine.embed([""])

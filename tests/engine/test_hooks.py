@@ -251,6 +251,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing left": (lambda token_ids, logits: logits.fill(-np.inf), "left no token"),
     "not a number": (not_a_number, "left no token"),
     "no array": (lambda token_ids, logits: "abc", "abc"),
+    "too large": (lambda token_ids, logits: [10**400] * len(logits), "must return logits"),
 }
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import random
-import tempfile
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncllm.inputs.tokenizer import Tokenizer, TokenizerData
+from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.outputs.grammar import GrammarCompiler, GrammarConstraint, GrammarVocabulary
 from asyncllm.structured import StructuredOutput
-from asyncllm.testing.tiny_models import write_byte_tokenizer
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
 
 EOS = 2
 SIZE = 520
@@ -36,9 +34,7 @@ def vocabulary(tokenizer: Tokenizer, size: int, eos_ids: frozenset[int] = frozen
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    with tempfile.TemporaryDirectory() as folder:
-        write_byte_tokenizer(Path(folder))
-        return Tokenizer.load(TokenizerData(folder=Path(folder)))
+    return byte_tokenizer()
 
 
 @functools.cache

@@ -31,7 +31,7 @@ logger = logging.getLogger("asyncllm")
 GRAPH_TOKENS = 8192
 """Larger steps are launched by hand: they take the device longer than the host."""
 
-PATIENCE = 4096
+PADDING_BEFORE_CAPTURE = 4096
 """Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own. A capture
 keeps the engine's thread for 60 to 100 ms on an H200."""
 
@@ -114,8 +114,8 @@ class CudaExecutor:
         self._requests = rows.scores.requests  # likewise
         self._sizes = graph_sizes(ring.layout.tokens)
         self._graphs: dict[StepKind, Graph | None] = {}  # None: it could not be captured
-        self._patience = 0
-        self._patience_left: dict[StepKind, int] = {}
+        self._padding = 0
+        self._padding_left: dict[StepKind, int] = {}
         self._failures: dict[StepKind, int] = {}
         self._memory: MutableMapping[str, int] = {}
         self._lasting_bytes = 0
@@ -134,7 +134,7 @@ class CudaExecutor:
         Keeps the entries "workspace" of `memory_bytes`, which grows with what requests ask for, and "graphs": what is
         reserved beyond the sum of the other entries.
         """
-        self._patience = PATIENCE
+        self._padding = PADDING_BEFORE_CAPTURE
         self._memory = memory_bytes
         self._lasting_bytes = self._space.lasting_bytes()
 
@@ -197,9 +197,7 @@ class CudaExecutor:
         forks = self._fork_rows(plan, outputs) if plan.forks else None
         return StepSamples(places, told, ByHand(told, reader, forks))
 
-    def _told(
-        self, rows: Int32Array, places: NDArray[np.int64], turn: int, *, late: bool = False
-    ) -> StepTold | None:
+    def _told(self, rows: Int32Array, places: NDArray[np.int64], turn: int, *, late: bool = False) -> StepTold | None:
         """What the samples of these rows, at these places of the ring's line, are to be told."""
         scores = self._rows.scores
         asking = scores.asking(rows)
@@ -261,7 +259,7 @@ class CudaExecutor:
             self._failures[kind] = failures = self._failures.get(kind, 0) + 1
             if failures < MOST_FAILURES:
                 del self._graphs[kind]
-                self._patience_left[kind] = self._patience
+                self._padding_left[kind] = self._padding
             logger.warning("no graph for %s, %d times", kind, failures, exc_info=True)
             return
         self._graphs[kind] = graph
@@ -345,12 +343,12 @@ class CudaExecutor:
         index = bisect_left(self._sizes, tokens)
         best = StepKind(self._sizes[index], chunks, use)
         if best not in self._graphs:
-            left = self._patience_left.setdefault(best, self._patience)
+            left = self._padding_left.setdefault(best, self._padding)
             if left > 0:
                 for size in self._sizes[index:]:
                     for more in list(SamplerUse)[use:]:
                         if (kind := StepKind(size, chunks, more)) in self._graphs:
-                            self._patience_left[best] = left - (size - tokens) - _SAMPLER_TOKENS * (more > use)
+                            self._padding_left[best] = left - (size - tokens) - _SAMPLER_TOKENS * (more > use)
                             return kind
         return best
 

@@ -131,9 +131,7 @@ class StepTold:
             if asked.top > MOST_LIKELY:
                 found.append(wholes.pop(0))
             elif self.ring is not None:
-                found.append(
-                    read_scores(self.ring, self.turn, int(self.places[sample]), asked, int(token_ids[sample]))
-                )
+                found.append(read_scores(self.ring, self.turn, int(self.places[sample]), asked, int(token_ids[sample])))
         samples = np.array([sample for sample, _ in self.asking], np.int32)
         prompts = tuple(
             PromptLogprobs(part.chunk, part.start + 1, join_scores(_read_pieces(part, pieces)))

@@ -24,6 +24,7 @@ from asyncllm.engine.core import Core
 from asyncllm.engine.core_access import CoreAccess
 from asyncllm.engine.engine_thread import EngineThread
 from asyncllm.engine.isolation.channel import Receiver, Sender
+from asyncllm.engine.isolation.child_process import HOST_SIGNALS
 from asyncllm.engine.isolation.messages import (
     Abandon,
     Abort,
@@ -44,9 +45,6 @@ from asyncllm.engine.isolation.remote_hooks import HookDesk, RemotePlace
 from asyncllm.engine.isolation.travel import ErrorReport, unpack
 from asyncllm.errors import ConfigError, EngineClosed, InvalidPromptError
 
-LEFT_TO_THE_HOST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the child ignores. Who starts it has them blocked, since they may come before it is so far."""
-
 _ORPHANED = 1
 """The exit status of a child without a host."""
 
@@ -59,9 +57,10 @@ LOOK_EVERY = 1.0
 
 def main(descriptor: int, host: int) -> None:
     """Serve the process `host` over this socket, until it says so or is gone."""
-    for number in LEFT_TO_THE_HOST:
+    ignored = [getattr(signal, name) for name in HOST_SIGNALS]
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_HOST)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)  # whoever started it had them blocked until it is so far
     faulthandler.enable()
     with suppress(OSError):
         os.dup2(2, 1)  # what a library prints is not the program's output

@@ -17,11 +17,13 @@ from asyncllm.errors import ConfigError
 LAST_MOMENT = 5.0
 """Seconds that it may take to leave once it has hung up; then it is killed."""
 
-_OWN_FOR_CHILD = ("SIGINT", "SIGTERM", "SIGHUP")
+HOST_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals that are for the host alone: blocked while a child starts, and ignored by it from then on. Names, since not
+every system has all of them."""
 
 
 class ChildProcess:
-    """Made by `start`; `wait` must follow."""
+    """Made by `start`; `wait` and `close` must follow."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self._process = process
@@ -35,7 +37,7 @@ class ChildProcess:
         signal mask it takes over: the signals that are its host's are blocked there for good. Raises `OSError`."""
         if not sys.executable or not hasattr(signal, "pthread_sigmask"):
             raise ConfigError('isolation="process" needs a Unix system and an interpreter that can be started')
-        signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _OWN_FOR_CHILD])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in HOST_SIGNALS])
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -66,15 +68,18 @@ class ChildProcess:
             self.connection.shutdown(socket.SHUT_WR)
 
     def wait(self) -> str:
-        """How it has ended, in words, once it has hung up. Gives back all that was held of it."""
+        """How it has ended, in words, once it has hung up. `close` must follow."""
         try:
             self._process.wait(LAST_MOMENT)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
+        return _in_words(self._process.returncode)
+
+    def close(self) -> None:
+        """Give the socket back. On the thread that writes to it: another file might get its number."""
         self.connection.close()
         _children.discard(self)
-        return _in_words(self._process.returncode)
 
     def forget(self) -> None:
         """In a fork: it is the other process's child."""

@@ -65,7 +65,7 @@ class Dispatcher:
         self._next_deadline = math.inf  # of a request that waits, or has waited
         self._refusal: Callable[[], AsyncLLMError] | None = None  # of all that is still to come
         self._kill_at: float | None = None
-        self.stop_asked: float | None = None  # until when requests may go on; set where `stop` is posted
+        self.drain_until: float | None = None  # requests may go on; set where `stop` is posted
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="asyncllm-dispatcher", daemon=False)
 
@@ -123,7 +123,7 @@ class Dispatcher:
             if stream.mailbox.request_id == request_id:
                 self._end_waiting(stream.number, FinishReason.ABORT)
         if self._up:
-            self._transmit(Abort(request_id))
+            self._transmit(Abort(str.__str__(request_id)))
 
     def ask(self, question: Question) -> None:
         """Something beside the requests."""
@@ -188,10 +188,17 @@ class Dispatcher:
             self._put(question)
         self._streams.send()
 
+    def hung_up(self, child: ChildProcess) -> None:
+        """It is about to be gone: what comes from now on is for the next one."""
+        self._up = False
+
     def lost(self, failure: Callable[[], AsyncLLMError]) -> None:
         """It is gone, and all that it knew with it."""
+        if self._child is not None:
+            self._child.close()
         self._child, self._up, self._kill_at = None, False, None
         self._outgoing.clear()
+        self._outgoing_bytes = 0
         self._streams.fail([n for n in self._streams.numbers() if n not in self._waiting], failure)
         asked, self._asked = self._asked, {}
         for question in asked.values():
@@ -243,7 +250,8 @@ class Dispatcher:
             failure.__cause__ = error
             return self._streams.fail([stream.number], lambda: failure)
         stream.submission = None
-        self._transmit(Open(stream.number, mailbox.request_id, len(mailbox.choices), mailbox.aborted, packed))
+        name = str.__str__(mailbox.request_id)  # which may be of a type that only the host has
+        self._transmit(Open(stream.number, name, len(mailbox.choices), mailbox.aborted, packed))
 
     def _put(self, question: Question) -> None:
         try:
@@ -283,7 +291,7 @@ class Dispatcher:
             poll.register(child.connection, select.POLLOUT)
         except ValueError:  # closed
             return
-        overdue = self.stop_asked is not None and time.monotonic() > self.stop_asked + PATIENCE
+        overdue = self.drain_until is not None and time.monotonic() > self.drain_until + PATIENCE
         if not poll.poll(LOOK_EVERY) and overdue:
             child.kill()
 

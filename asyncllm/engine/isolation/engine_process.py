@@ -33,7 +33,7 @@ from asyncllm.engine.isolation.messages import (
     Started,
 )
 from asyncllm.engine.isolation.remote_core import RemoteCore
-from asyncllm.engine.isolation.travel import ErrorReport, pack
+from asyncllm.engine.isolation.travel import ErrorReport, pack, pack_plain, unpack
 from asyncllm.engine.model import ModelLoader
 from asyncllm.errors import AsyncLLMError, ConfigError, EngineClosed, EngineCrashed, EngineDead
 
@@ -59,7 +59,8 @@ class EngineProcess:
 
     def __init__(self, name: str, load: ModelLoader, config: EngineConfig) -> None:
         """Raises `ConfigError` where the loader cannot cross."""
-        self._begin = Begin(name, _packed(load), config, logger.getEffectiveLevel())
+        plain = unpack(pack_plain(config))  # a text in it may be of a type that only the host has
+        self._begin = Begin(str.__str__(name), _packed(load), plain, logger.getEffectiveLevel())
         self._folder, self._path = _working_folder(), [entry or os.curdir for entry in sys.path]
         self._core = RemoteCore()
         self._calls: dict[int, HookCall] = {}  # of the host's functions, by the child's number
@@ -84,7 +85,7 @@ class EngineProcess:
         """As `EngineHome.stop`."""
         self._stopping = True
         dispatcher = self._core.dispatcher
-        dispatcher.stop_asked = time.monotonic() + drain
+        dispatcher.drain_until = time.monotonic() + drain
         dispatcher.post(dispatcher.stop, drain)
         self._woken.put(None)
 
@@ -157,6 +158,7 @@ class EngineProcess:
             logger.exception("the engine's process cannot be understood")
             life.reason = error
             child.kill()
+        self._core.hang_up(child)
         ended = child.wait()
         calls, self._calls = self._calls, {}
         for call in calls.values():

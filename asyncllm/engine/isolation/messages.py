@@ -165,12 +165,8 @@ class CallHook:
 
     call: int
     number: int
-    place: int  # among its logits_processors, or `ON_TOKEN`
+    place: int | None  # among its logits_processors; None: its on_token
     arguments: tuple[Any, ...]
-
-
-ON_TOKEN = -1
-"""The place of `on_token`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, Literal
 
 from asyncllm.engine.hook_place import LoopPlace
+from asyncllm.engine.isolation.child_process import ChildProcess
 from asyncllm.engine.isolation.dispatcher import Dispatcher, Question
 from asyncllm.engine.isolation.messages import News, Refused, Started
 from asyncllm.engine.isolation.remote_hooks import HookedStream
@@ -105,9 +106,13 @@ class RemoteCore:
         assert isinstance(error, AsyncLLMError)
         self.streams.fail([refused.number], lambda: error)
 
+    def hang_up(self, child: ChildProcess) -> None:
+        """The child is about to be gone."""
+        self._state = EngineState.LOADING
+        self.dispatcher.post(self.dispatcher.hung_up, child)
+
     def lose(self, failure: Callable[[], AsyncLLMError]) -> None:
         """The child is gone."""
-        self._state = EngineState.LOADING
         self._before = self._statistics = without_requests(self._statistics)
         self.dispatcher.post(self.dispatcher.lost, failure)
 

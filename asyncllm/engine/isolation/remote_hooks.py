@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.engine.hook_driver import checked_logits
 from asyncllm.engine.hook_place import HookCall, HookPlace
-from asyncllm.engine.isolation.messages import ON_TOKEN, CallHook, CancelHook, HookReturned
+from asyncllm.engine.isolation.messages import CallHook, CancelHook, HookReturned
 from asyncllm.engine.isolation.travel import ErrorReport
 from asyncllm.errors import RequestFailed
 from asyncllm.params import SamplingParams
@@ -19,8 +19,8 @@ from asyncllm.params import SamplingParams
 class RemoteHook:
     """Stands for a function. Shows itself as that one did."""
 
-    def __init__(self, place: int, shown: str) -> None:
-        self.place = place
+    def __init__(self, place: int | None, shown: str) -> None:
+        self.place = place  # see `CallHook`
         self._shown = shown
 
     def __call__(self) -> None:
@@ -44,7 +44,7 @@ def without_functions(params: SamplingParams) -> SamplingParams:
     processors = tuple(RemoteHook(i, f"{hook!r:.80}") for i, hook in enumerate(params.logits_processors))
     object.__setattr__(params, "logits_processors", processors)
     if params.on_token is not None:
-        object.__setattr__(params, "on_token", RemoteHook(ON_TOKEN, f"{params.on_token!r:.80}"))
+        object.__setattr__(params, "on_token", RemoteHook(None, f"{params.on_token!r:.80}"))
     return params
 
 
@@ -116,8 +116,8 @@ class HookedStream:
 
     def begin(self, call: CallHook, answer: Callable[[HookReturned], object]) -> HookCall | None:
         """Call a function. The answer comes from any thread; None where it has come."""
-        is_processor = call.place != ON_TOKEN
-        function = self._params.logits_processors[call.place] if is_processor else self._params.on_token
+        is_processor = call.place is not None
+        function = self._params.on_token if call.place is None else self._params.logits_processors[call.place]
         assert function is not None
 
         def done(result: Future[Any]) -> None:

@@ -238,9 +238,7 @@ if INTERPRETED:
             if len(Event.waits) == 2:
                 Event.held.wait(30)
 
-    async def test_late_tokens_come_before_the_step_is_done(
-        twins: LateTwins, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_late_tokens_come_before_the_step_is_done(twins: LateTwins, monkeypatch: pytest.MonkeyPatch) -> None:
         joins = [RowJoin(1, 0, late_of(seeded(1)), 4), RowJoin(2, 1, GREEDY, 4)]
         pieces = [Piece(1, 0, prompt(1, 4)), Piece(2, 0, prompt(2, 4))]
         await twins.step(joins=joins, pieces=pieces, keeps=[1])

@@ -194,6 +194,20 @@ async def test_refused_requests_say_why(engine: AsyncEngine) -> None:
     await settle(engine)
 
 
+async def test_names_of_the_hosts_own_kinds_of_text(engine: AsyncEngine) -> None:
+    class Name(str):
+        """Nothing that another process could find."""
+
+    pid = child_of(engine)
+    stream = engine.stream([5], LONG, request_id=Name("a"), cache_salt=Name("b"))
+    await anext(stream)
+    engine.abort(Name("a"))
+    assert (await stream.result()).finish_reason == "abort"
+    assert child_of(engine) == pid
+    async with AsyncEngine(ShadowModel(), isolation="process", device=Name("cpu")) as other:
+        assert len((await other.generate([5], GREEDY)).token_ids) == 20
+
+
 async def test_every_way_of_leaving(engine: AsyncEngine) -> None:
     async def read(stream: Any) -> None:
         async for _ in stream:
@@ -296,7 +310,7 @@ async def test_hooks_that_fail(engine: AsyncEngine) -> None:
     with pytest.raises(HookFailed, match=r"logits_processors: <function .*fail at .* failed: .*Own\(") as caught:
         await engine.generate([1], SamplingParams(logits_processors=[fail]))
     assert caught.value.__cause__ is raised
-    with pytest.raises(HookFailed, match=r"must return logits of shape \(512,\), got \(3,\)"):
+    with pytest.raises(HookFailed, match=r"^logits_processors must return logits of shape \(512,\), got \(3,\)$"):
         await engine.generate([1], SamplingParams(logits_processors=[lambda *_: [1.0, 2.0, 3.0]]))
     with pytest.raises(HookFailed, match="on_token"):
         await engine.generate([1], SamplingParams(on_token=fail))

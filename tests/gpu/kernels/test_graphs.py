@@ -37,9 +37,7 @@ def _nothing_waits_for_the_host() -> Iterator[None]:
 def test_one_attention_graph_replays_any_mix(window: int | None) -> None:
     case = Case(dim=128, block_size=64, window=window)
     shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, window)
-    plan = attention_plan.make_attention_plan(
-        shape, torch.bfloat16, DEVICE, max_tokens=TOKENS, max_sequences=SEQUENCES
-    )
+    plan = attention_plan.make_attention_plan(shape, torch.bfloat16, DEVICE, max_tokens=TOKENS, max_sequences=SEQUENCES)
     query = torch.zeros((TOKENS, case.q_heads, case.dim), dtype=torch.bfloat16, device=DEVICE)
     cache = torch.zeros((2, BLOCKS, case.kv_heads, 64, case.dim), dtype=torch.bfloat16, device=DEVICE)
     table = torch.zeros((SEQUENCES + 4, WIDTH + 1), dtype=torch.int32, device=DEVICE)
@@ -89,9 +87,7 @@ def test_sampling_graph_waits_for_nothing() -> None:
     where = LogitRows(rows, positions, torch.tensor([count], dtype=torch.int32, device=DEVICE), VOCABULARY)
 
     def launch() -> None:
-        sampling.sample(
-            logits, where, settings, workspace, token_ids=tokens, row_token_ids=torch.empty_like(tokens)
-        )
+        sampling.sample(logits, where, settings, workspace, token_ids=tokens, row_token_ids=torch.empty_like(tokens))
 
     launch()
     graph = torch.cuda.CUDAGraph()
