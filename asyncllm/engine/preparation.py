@@ -1,7 +1,7 @@
 """From what a caller asked for to what the scheduler needs: tokenised, validated, every default resolved.
 
-What may take long runs on worker threads, see `Preparation.is_quick`. Nothing here knows of other requests: what depends
-on them (a duplicate id, the size of the pool) is checked on the engine's thread.
+What may take long runs on worker threads, see `Preparation.is_quick`. Nothing here knows of other requests: what
+depends on them (a duplicate id, the size of the pool) is checked on the engine's thread.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Preparation:
                 raise ConfigError(f"prepare_grammars: {error}") from None
 
     def is_quick(self, submission: Submission) -> bool:
-        """Whether `prepare` takes less time than it takes to wake a worker: few ids, nothing to look up in a vocabulary,
-        and nothing of the host's own that would be called."""
+        """Whether `prepare` takes less time than it takes to wake a worker: few ids, nothing to look up in a
+        vocabulary, and nothing of the host's own that would be called."""
         prompt, params = submission.prompt, submission.params
         if type(prompt) not in (list, tuple) or not 0 < len(prompt) <= QUICK_IDS or {*map(type, prompt)} != {int}:
             return False
