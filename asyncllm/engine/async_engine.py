@@ -83,6 +83,7 @@ class AsyncEngine:
         self._pid: int | None = None  # of the process that started it; before, it may be inherited by a fork
         self._lock = threading.Lock()  # of the two below, for tasks that start and close it in different threads
         self._home: EngineHome | None = None
+        self._started: CoreAccess | None = None  # that of the home, once somebody asked
         self._closed = False
         self._unsubmitted: weakref.WeakValueDictionary[int, Mailbox] = weakref.WeakValueDictionary()
 
@@ -314,11 +315,13 @@ class AsyncEngine:
 
     def _core(self) -> CoreAccess:
         self._check_process()
-        if self._home is None or not self._home.started.done():
-            if self._closed:
-                raise EngineClosed("the engine is closed")
-            raise EngineNotStarted("start the engine first: `async with engine:` or `await engine.start()`")
-        return self._home.started.result()
+        if self._started is None:
+            if self._home is None or not self._home.started.done():
+                if self._closed:
+                    raise EngineClosed("the engine is closed")
+                raise EngineNotStarted("start the engine first: `async with engine:` or `await engine.start()`")
+            self._started = self._home.started.result()  # a home that has started is never given up
+        return self._started
 
     async def _on_worker(self, work: TextWork) -> Any:
         _require_asyncio()

@@ -271,7 +271,7 @@ class Core:
             if self._dead is not None or self._closing:
                 raise EngineClosed("the engine is closed") if self._dead is None else self.death()
             if not request.mailbox.aborted:
-                if submission.is_quick:
+                if self._preparation.is_quick(submission):
                     return self._add((request, submission, self._prepared(submission)))
                 self._workers.submit(submission.characters, self._prepare, request, submission)
         except AsyncLLMError as error:

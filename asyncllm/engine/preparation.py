@@ -1,7 +1,7 @@
 """From what a caller asked for to what the scheduler needs: tokenised, validated, every default resolved.
 
-What may take long runs on worker threads, see `Submission.is_quick`. Nothing here knows of other requests: what depends
-on them (a duplicate id, the size of the pool) is checked on the engine's thread.
+What may take long runs on worker threads, see `Preparation.is_quick`. Nothing here knows of other requests: what
+depends on them (a duplicate id, the size of the pool) is checked on the engine's thread.
 """
 
 from __future__ import annotations
@@ -66,15 +66,6 @@ class Submission:
     priority: int = 0
     deadline: float | None = None  # absolute
     cache_salt: str | None = None
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether it is prepared in less time than it takes to wake a worker: few ids, and nothing to look up in a
-        vocabulary. What is the host's own is not called here."""
-        prompt, params = self.prompt, self.params
-        if type(prompt) not in (list, tuple) or not 0 < len(prompt) <= QUICK_IDS or {*map(type, prompt)} != {int}:
-            return False
-        return params.is_plain and params.n == 1 and not params.stop and not params.bad_words
 
     @property
     def characters(self) -> int:
@@ -152,6 +143,16 @@ class Preparation:
                 grammars.build()
             except GrammarError as error:
                 raise ConfigError(f"prepare_grammars: {error}") from None
+
+    def is_quick(self, submission: Submission) -> bool:
+        """Whether `prepare` takes less time than it takes to wake a worker: few ids, nothing to look up in a
+        vocabulary, and nothing of the host's own that would be called."""
+        prompt, params = submission.prompt, submission.params
+        if type(prompt) not in (list, tuple) or not 0 < len(prompt) <= QUICK_IDS or {*map(type, prompt)} != {int}:
+            return False
+        if self._model.constrain is not None or params.n > 1 or params.stop or params.bad_words:
+            return False
+        return params.is_plain
 
     def prepare(self, submission: Submission) -> Prepared:
         """Raises the `RequestError` that fits; anything else that it raises is a fault of a tokenizer or template."""

@@ -77,7 +77,7 @@ class SamplingResolver:
         if not params.ignore_eos:
             stop_ids |= self._model.eos_token_ids
         bad_words = self._bad_words(params)
-        guided = not params.is_plain or bool(params.bad_words)
+        guided = self._model.constrain is not None or not params.is_plain or bool(params.bad_words)
         return ResolvedParams(stop_ids, bad_words, guided, self.settings(params, stop_ids, bad_words))
 
     def _check(self, params: SamplingParams) -> None:

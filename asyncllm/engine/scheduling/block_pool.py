@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -19,7 +20,8 @@ class BlockPool:
         self._index = index
         self._holders = [0] * (num_blocks + 1)
         self._free = list(range(num_blocks, 0, -1))  # a stack
-        self._cached: dict[int, None] = {}  # oldest first
+        # Oldest first. A plain dict would look for its first key through all places of those that have left.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -52,8 +54,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             self._index.forget(block)
         self._holders[block] = 1
         return block

@@ -81,7 +81,7 @@ class KvCache:
     def owed(self, request: Request) -> int:
         """Blocks that a running request still needs to compute the tokens it already knows."""
         if not self._windowed:
-            return self.shortfall(request, request.known)
+            return self.shortfall(request, request.known)  # the same without any window
         held = sum(len(table) - first for table, first in zip(request.tables, request.given_back, strict=True))
         return max(0, most_blocks(self._groups, self._block_size, request.known) - held)
 
@@ -90,8 +90,10 @@ class KvCache:
 
         Blocks of the hit that others hold cost nothing, if they stay (in full groups) and are only read.
         """
-        needed = most_blocks(self._groups, self._block_size, request.known)
         whole = hit.positions // self._block_size
+        if not whole and not self._windowed:
+            return self.shortfall(request, request.known)
+        needed = most_blocks(self._groups, self._block_size, request.known)
         if not whole:
             return needed
         shared = sum(
@@ -104,6 +106,8 @@ class KvCache:
 
     def open(self, request: Request, hit: PrefixHit, draft: StepDraft) -> None:
         """Start the tables of a request that takes a row with the blocks of its prefix hit."""
+        if not hit.positions:
+            return  # they are empty
         inside = hit.positions % self._block_size != 0  # the request writes into the hit's last block
         for block in chain.from_iterable(hit.tables):
             if block != NULL_BLOCK:

@@ -104,7 +104,8 @@ class Roster:
             leader.followers.append(request)
         else:
             self._enqueue(request)
-        self._stop_ids.update(request.spec.stop_token_ids)
+        for token_id in request.spec.stop_token_ids:
+            self._stop_ids[token_id] += 1
         if request.spec.deadline is not None:
             self._deadlines.add((request.spec.deadline, request.id), request)
 
