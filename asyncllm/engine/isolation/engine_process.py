@@ -202,18 +202,19 @@ class EngineProcess:
 
     def _call_hook(self, child: ChildProcess, call: CallHook) -> None:
         dispatcher, hooks = self._core.dispatcher, self._core.streams.hooks(call.number)
+        calls = self._calls  # this child's: the next one counts anew
 
         def answer(returned: HookReturned) -> None:
-            self._calls.pop(returned.call, None)
+            calls.pop(returned.call, None)
             dispatcher.post(dispatcher.return_hook, (child, returned))
 
         if hooks is None:
             return answer(HookReturned(call.call, error=ErrorReport.of(RuntimeError("the request is over"))))
         begun = hooks.begin(call, answer)
         if begun is not None:
-            self._calls[call.call] = begun
+            calls[call.call] = begun
             if begun.result.done():  # maybe before it stood there
-                self._calls.pop(call.call, None)
+                calls.pop(call.call, None)
 
     def _give_up(self, reason: BaseException | None) -> None:
         """There is no use in another child: everybody is told, until the engine is closed."""

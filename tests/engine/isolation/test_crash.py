@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -193,6 +194,31 @@ async def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - start < 5
     with pytest.raises(EngineClosed):
         await stuck
+
+
+async def test_a_function_that_outlives_its_child_is_not_taken_for_one_of_the_next() -> None:
+    begun, end, cancelled = asyncio.Event(), threading.Event(), asyncio.Event()
+
+    async def wait(_: int) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    async with isolated() as engine:
+        first = asyncio.create_task(engine.generate([5], SamplingParams(on_token=lambda _: end.wait(30))))
+        await eventually(lambda: bool(engine._home._calls))  # type: ignore[union-attr]
+        os.kill(child_of(engine), signal.SIGKILL)
+        with pytest.raises(EngineCrashed):
+            await first
+        second = asyncio.create_task(engine.generate([5], SamplingParams(on_token=wait)))
+        await begun.wait()
+        end.set()  # the first child's call returns: it has the number that this one has
+        await asyncio.sleep(0.1)
+        second.cancel()
+        async with asyncio.timeout(2):
+            await cancelled.wait()
 
 
 @pytest.mark.full
