@@ -25,6 +25,9 @@ LOOK_EVERY = 0.02
 """Seconds. aiohttp tells a handler that its client has gone only where its runner was made with
 `handler_cancellation=True`, which a host need not do."""
 
+LAST_MOMENT = 1.0
+"""Seconds in which a request whose time is up may tell its client so."""
+
 
 def create_aiohttp_app(
     engine: AsyncEngine,
@@ -48,7 +51,10 @@ def create_aiohttp_app(
         await service.aclose()
 
     async def drain(app: web.Application) -> None:
-        await service.drain()
+        if service.serving.admission.draining or await service.drain():  # or who runs the app has seen to it
+            return
+        await service.aclose()  # first, so that streams end with an error that says so
+        await shell.give_up()
 
     app = web.Application(client_max_size=0)  # the service has its own limit
     app[SERVICE] = service
@@ -74,6 +80,13 @@ class _Shell:
                     task.cancel()  # as aiohttp itself does with `handler_cancellation`
             if not self._running:
                 self._some.clear()
+
+    async def give_up(self) -> None:
+        """End all requests that do not end by themselves now; of a client that reads nothing, say."""
+        if self._running:
+            await asyncio.wait(tuple(self._running), timeout=LAST_MOMENT)
+        for task in self._running:
+            task.cancel()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""

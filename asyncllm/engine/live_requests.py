@@ -19,7 +19,7 @@ from asyncllm.engine.request_text import RequestText, WatchedText
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.errors import AsyncLLMError, DuplicateRequestError
 from asyncllm.metrics import RequestMetrics, RequestView
-from asyncllm.outputs.loop_watch import LoopWatch
+from asyncllm.outputs.repetition_detector import RepetitionDetector
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 from asyncllm.results import REPETITION, FinishReason, Usage
@@ -75,7 +75,7 @@ class Request:
 class Branch:
     """One choice of a live request; a request of its own for the scheduler."""
 
-    __slots__ = ("box", "flush", "id", "mailbox", "matcher", "push", "request", "watch")
+    __slots__ = ("box", "detector", "flush", "id", "mailbox", "matcher", "push", "request")
 
     def __init__(self, branch: int, request: Request, box: ChoiceBox) -> None:
         self.id = branch
@@ -85,14 +85,14 @@ class Branch:
         self.push: Callable[[Sequence[int]], str] | None = None  # ids to text; None without a tokenizer
         self.flush: Callable[[], str] | None = None
         self.matcher: StopMatcher | None = None
-        self.watch: LoopWatch | None = None
+        self.detector: RepetitionDetector | None = None
 
     @property
     def stop_reason(self) -> str | None:
         """What was found in the text, or in the ids, that ends the branch."""
         if self.matcher is not None and self.matcher.matched is not None:
             return self.matcher.matched
-        return REPETITION if self.watch is not None and self.watch.found else None
+        return REPETITION if self.detector is not None and self.detector.found else None
 
     @property
     def addressee(self) -> Branch:
@@ -101,14 +101,14 @@ class Branch:
 
     def take_text(self, prepared: PreparedChoice, min_tokens: int, found: list[int]) -> None:
         """Begin to turn ids into text. The branch is named in `found` when its stop string, or a loop, has come."""
-        detokenizer, matcher, watch = prepared.detokenizer, prepared.matcher, prepared.watch
+        detokenizer, matcher, detector = prepared.detokenizer, prepared.matcher, prepared.detector
         if detokenizer is not None:
             self.push, self.flush = detokenizer.push, detokenizer.flush
             if matcher is not None:
                 text = RequestText(self.id, detokenizer, matcher, min_tokens=min_tokens, found=found)
                 self.push, self.flush, self.matcher = text.push, text.flush, matcher
-        if watch is not None:
-            self.push, self.watch = WatchedText(self.id, self.push, watch, found).push, watch
+        if detector is not None:
+            self.push, self.detector = WatchedText(self.id, self.push, detector, found).push, detector
 
     def mute(self) -> None:
         """Show no text for the id that comes next."""

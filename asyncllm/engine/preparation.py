@@ -33,7 +33,7 @@ from asyncllm.errors import (
 )
 from asyncllm.inputs.chat_template import ChatTemplate
 from asyncllm.outputs.detokenizer import TextStream
-from asyncllm.outputs.loop_watch import LoopWatch
+from asyncllm.outputs.repetition_detector import RepetitionDetector
 from asyncllm.outputs.stop_matcher import StopMatcher
 from asyncllm.params import SamplingParams
 
@@ -92,7 +92,7 @@ class PreparedChoice:
     matcher: StopMatcher | None
     guide: Guide | None  # of a late request
     hooks: Hooks | None
-    watch: LoopWatch | None
+    detector: RepetitionDetector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,16 @@ class Preparation:
             reads = bool(params.logits_processors)
             late = guide is not None
             sampling = replace(sampling, choice=choice, late=late, reads_logits=reads, prompt_logprobs=told)
-        loops = params.repetition_detection
+        loops, detector = params.repetition_detection, None
+        if loops is not None:
+            detector = RepetitionDetector(loops.min_pattern_size, loops.max_pattern_size, loops.min_count)
         return PreparedChoice(
             sampling=sampling,
             detokenizer=detokenizer,
             matcher=StopMatcher(stops, include=params.include_stop_str_in_output) if stops else None,
             guide=guide,
             hooks=Hooks(params.logits_processors, params.on_token) if params.has_hooks else None,
-            watch=None if loops is None else LoopWatch(loops.min_pattern_size, loops.max_pattern_size, loops.min_count),
+            detector=detector,
         )
 
     def carry_out(self, work: TextWork) -> Any:

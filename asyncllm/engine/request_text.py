@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncllm.outputs.detokenizer import TextStream
-from asyncllm.outputs.loop_watch import LoopWatch
+from asyncllm.outputs.repetition_detector import RepetitionDetector
 from asyncllm.outputs.stop_matcher import StopMatcher
 
 
@@ -43,21 +43,21 @@ class RequestText:
 
 
 class WatchedText:
-    """Looks whether the ids go round in circles, and leaves their text to others."""
+    """Looks whether the ids repeat themselves, and leaves their text to others."""
 
-    __slots__ = ("_found", "_push", "_request", "_watch")
+    __slots__ = ("_detector", "_found", "_push", "_request")
 
     def __init__(
-        self, request: int, push: Callable[[Sequence[int]], str] | None, watch: LoopWatch, found: list[int]
+        self, request: int, push: Callable[[Sequence[int]], str] | None, detector: RepetitionDetector, found: list[int]
     ) -> None:
         """`push`: None where there is no text. The request is named in `found` once it repeats itself."""
         self._request = request
         self._push = push
-        self._watch = watch
+        self._detector = detector
         self._found = found
 
     def push(self, ids: Sequence[int]) -> str:
         """The text of one more id."""
-        if self._watch.push(ids[0]):
+        if self._detector.push(ids[0]):
             self._found.append(self._request)
         return "" if self._push is None else self._push(ids)

@@ -11,9 +11,11 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
 
 from asyncllm import AsyncEngine
-from asyncllm.api import create_asgi_app
+from asyncllm.api import create_aiohttp_app, create_asgi_app
+from asyncllm.api.aiohttp_app import SERVICE
 from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.api import servers
@@ -110,6 +112,31 @@ async def test_slow_readers(engine: AsyncEngine, kind: str, tokens: int) -> None
         for connection in slow:
             connection.close()
     await until(lambda: engine.statistics().blocks_used == 0)
+
+
+@pytest.mark.parametrize("drained_before", [False, True])
+async def test_shutting_down_beside_one_who_reads_nothing(engine: AsyncEngine, drained_before: bool) -> None:
+    """Its time is `drain_timeout`, once, whatever aiohttp's own patience."""
+    app = create_aiohttp_app(engine, drain_timeout=2 if drained_before else 0.2)
+    runner = web.AppRunner(app, shutdown_timeout=0.1 if drained_before else 60)
+    await runner.setup()
+    listener = servers.open_listener()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    await web.SockSite(runner, listener).start()
+    port, loop = listener.getsockname()[1], asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        await loop.sock_sendall(connection, asked(1500))
+        await until(lambda: engine.statistics().requests_running > 0)
+        await until(lambda: engine.statistics().requests_running == 0, 60)
+        if drained_before:
+            assert not await app[SERVICE].drain()
+        start = time.monotonic()
+        await runner.cleanup()
+        assert time.monotonic() - start < (1.5 if drained_before else 5)
+    await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 class Crawler:

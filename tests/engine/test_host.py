@@ -8,14 +8,12 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,10 +27,10 @@ from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.conftest import eventually
 from tests.engine.hand_runner import thread_model
+from tests.engine.programs import start_program
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parent.parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=400)
 
@@ -340,26 +338,9 @@ async def test_a_big_prompt_does_not_hold_up_other_streams(tokenizer: Tokenizer)
 
 
 def run_script(source: str, timeout: float = 60) -> tuple[int, str, str]:
-    process = start_script(source)
+    process = start_program(source)
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
-
-
-def start_script(source: str) -> subprocess.Popen[str]:
-    head = """
-        import asyncio, os, signal, sys, threading, time
-        from asyncllm import AsyncEngine, SamplingParams
-        from asyncllm.testing.shadow_engine import ShadowModel
-        LONG = SamplingParams(temperature=0, max_tokens=400)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that put the tests behind has it ignored
-    """
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(head) + textwrap.dedent(source)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
 
 
 LEAVE = {
@@ -381,7 +362,7 @@ def test_leaving_without_closing() -> None:
             {leave}
         asyncio.run(main())
     """
-    processes = {how: start_script(textwrap.dedent(source).format(leave=code)) for how, (code, _) in LEAVE.items()}
+    processes = {how: start_program(textwrap.dedent(source).format(leave=code)) for how, (code, _) in LEAVE.items()}
     for how, process in processes.items():
         _, err = process.communicate(timeout=60)
         assert process.returncode == LEAVE[how][1], (how, err)
@@ -404,7 +385,7 @@ def test_leaving_while_another_thread_is_served() -> None:
 
 
 def test_ctrl_c_in_asyncio_run() -> None:
-    process = start_script("""
+    process = start_program("""
         async def main():
             async with AsyncEngine(ShadowModel(latency=0.02)) as engine:
                 async for delta in engine.stream([5], LONG):
@@ -421,9 +402,7 @@ def test_ctrl_c_in_asyncio_run() -> None:
 
 def test_fork() -> None:
     code, out, err = run_script("""
-        import warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork in a process with threads
-        from asyncllm.errors import EngineForked
 
         async def begin():
             stream = engine.stream([5], LONG)
@@ -432,22 +411,9 @@ def test_fork() -> None:
             return stream
 
         async def in_child():
-            uses = (stream.__anext__, stream.start, stream.result, stream.aclose, engine.start, engine.aclose,
-                    lambda: engine.generate([5]), lambda: engine.tokenize("x"))
-            for use in uses:
-                try:
-                    await asyncio.wait_for(use(), 5)
-                except EngineForked:
-                    continue
-                print("not refused", use)
-            for use in (engine.statistics, lambda: engine.abort("x")):
-                try:
-                    use()
-                except EngineForked:
-                    continue
-                print("not refused", use)
+            say("not refused", await uses_not_refused(engine, stream))
             await made_before.start()  # and never closed
-            print("child", len((await made_before.generate([5], SamplingParams(max_tokens=7))).token_ids))
+            say("child", len((await made_before.generate([5], SamplingParams(max_tokens=7))).token_ids))
 
         model = ShadowModel(latency=0.01)
         engine, made_before = AsyncEngine(model), AsyncEngine(model)
@@ -458,8 +424,8 @@ def test_fork() -> None:
             del stream
             sys.exit(5)
         _, status = os.waitpid(pid, 0)
-        print("status", os.waitstatus_to_exitcode(status))
-        print("parent", len(asyncio.run(engine.generate([6], SamplingParams(max_tokens=7))).token_ids))
+        say("status", os.waitstatus_to_exitcode(status))
+        say("parent", len(asyncio.run(engine.generate([6], SamplingParams(max_tokens=7))).token_ids))
     """)
-    assert (code, out) == (0, "child 7\nstatus 5\nparent 7\n"), err
+    assert (code, out) == (0, "not refused []\nchild 7\nstatus 5\nparent 7\n"), err
     assert "Traceback" not in err, err

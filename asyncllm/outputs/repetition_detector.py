@@ -1,4 +1,4 @@
-"""LoopWatch: whether an output goes round in circles."""
+"""RepetitionDetector: whether an output repeats itself (`SamplingParams.repetition_detection`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class LoopWatch:
+class RepetitionDetector:
     """Looks whether an output ends with a pattern of `least` to `most` tokens that came `count` times in a row."""
 
     __slots__ = ("_at", "_least", "_most", "_needed", "_runs", "_tokens", "found")
@@ -24,7 +24,7 @@ class LoopWatch:
         self.found = False
 
     def push(self, token_id: int) -> bool:
-        """Whether the output goes round in circles with this token."""
+        """Whether the output repeats itself with this token."""
         tokens, runs = self._tokens, self._runs
         if self._at == 0:
             self._at = len(tokens) - self._most
