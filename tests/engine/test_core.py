@@ -5,13 +5,15 @@ import contextvars
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from asyncllm.engine.command_queue import COMMANDS_A_TURN
+from asyncllm.engine.command_queue import COMMANDS_A_TURN, CommandQueue
 from asyncllm.engine.mailbox import Mailbox, Stage
+from asyncllm.engine.preparation import QUICK_IDS
 from asyncllm.errors import (
     ContextLengthError,
     DuplicateRequestError,
@@ -25,7 +27,7 @@ from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.params import SamplingParams
 from asyncllm.results import FinishReason
 from tests.engine.conftest import eventually
-from tests.engine.hand_runner import HandDriven, settle
+from tests.engine.hand_runner import HandDriven, InlineExecutor, settle
 
 
 class ConsumerLoop(asyncio.AbstractEventLoop):
@@ -447,6 +449,68 @@ async def test_a_text_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
         assert mailbox.released
     assert len(good.choices[0].ids) == 8
     assert hand.core.statistics().blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "quick"),
+    [
+        ((5, 6, 7), {}, True),
+        ([5] * QUICK_IDS, {"seed": 3, "min_tokens": 2, "stop_token_ids": [9], "logprobs": 2}, True),
+        ([5] * (QUICK_IDS + 1), {}, False),
+        (np.array([5, 6], np.int32), {}, False),
+        ([5, np.int64(6)], {}, False),
+        ([], {}, False),
+        ("text", {}, False),
+        ([{"role": "user", "content": "text"}], {}, False),
+        ([5], {"n": 2}, False),
+        ([5], {"stop": "x"}, False),
+        ([5], {"bad_words": ["x"]}, False),
+        ([5], {"allowed_token_ids": [7, 8]}, False),
+        ([5], {"logit_bias": dict.fromkeys(range(400), 1.0)}, False),
+        ([5], {"on_token": print}, False),
+        ([5], {"dry_multiplier": 1.0}, False),
+    ],
+    ids=str,
+)
+async def test_only_what_is_quick_is_prepared_without_a_worker(
+    tokenizer: Tokenizer, prompt: Any, fields: dict[str, Any], quick: bool
+) -> None:
+    class Counted(InlineExecutor):
+        calls = 0
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            self.calls += 1
+            return super().submit(fn, *args, **kwargs)
+
+    workers = Counted()
+    hand = HandDriven(tokenizer, workers=workers, max_model_len=1024, num_blocks=128, max_batched_tokens=1024)
+    mailbox = await hand.open(prompt, SamplingParams(max_tokens=4, **fields))
+    assert mailbox.stage is not Stage.PREPARING
+    assert (workers.calls == 0) is quick
+
+
+async def test_many_commands_wake_the_loop_once_and_a_failed_call_is_made_good() -> None:
+    loop, done = asyncio.get_running_loop(), list[int]()
+    calls = 0
+
+    class Loop:
+        def call_soon_threadsafe(self, callback: Callable[[], object], context: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyboardInterrupt
+            loop.call_soon_threadsafe(callback)
+
+    queue = CommandQueue(cast(asyncio.AbstractEventLoop, Loop()), contextvars.Context(), lambda work: work())
+    with pytest.raises(KeyboardInterrupt):
+        queue.post(done.append, 0)
+    assert all(queue.post(done.append, n) for n in range(1, 5))
+    assert calls == 2
+    await settle()
+    assert done == [*range(5)]
+    queue.post(done.append, 5)
+    await settle()
+    assert (done[-1], calls) == (5, 3)
 
 
 async def test_a_panic_while_preparing_fails_alone(tokenizer: Tokenizer) -> None:

@@ -14,9 +14,10 @@ Order = tuple[int, float, float, int]
 """Sorts requests, the most important first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestSpec:
-    """What the core hands to the scheduler. Times are seconds of the clock that `schedule(now)` is given.
+    """What the core hands to the scheduler; to be read only, and not frozen because one is made for each request. Times
+    are seconds of the clock that `schedule(now)` is given.
 
     Raises ValueError for an empty or misshapen prompt, and where there is nothing to generate.
     """

@@ -56,6 +56,20 @@ def test_counts_holders_and_keeps_what_is_cached(num_blocks: int, events: list[t
         assert list(pool.states()) == states
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
+def test_many_at_once_are_those_of_one_by_one(count: int) -> None:
+    one, many = (make_pool(6) for _ in range(2))
+    for pool, index in (one, many):
+        held = [pool.allocate() for _ in range(3)]
+        for block in held[:2]:
+            index.enter(0, bytes([block]), block)
+        pool.release_some(held)
+    blocks = many[0].allocate_some(count)
+    assert blocks == [one[0].allocate() for _ in range(count)]
+    many[0].check_integrity(dict.fromkeys(blocks, 1))
+    many[1].check_integrity()
+
+
 def test_null_block_is_never_given_out() -> None:
     pool, _ = make_pool(3)
     assert NULL_BLOCK not in {pool.allocate() for _ in range(3)}
