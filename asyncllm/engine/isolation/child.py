@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -150,6 +151,8 @@ class Child:
         assert isinstance(core, Core)
         self._core = core
         self._outlet.attach(core)
+        gc.collect()
+        gc.freeze()  # torch and the model stay: no collection between two steps need look through them
         self._sender.send(Started(core.describe(self._name), core.statistics()))
 
     def _stopped(self, stopped: Future[None]) -> None:
