@@ -145,24 +145,27 @@ class ReasoningParser:
             yield from reader.rest(self._content.append)
             return
         self.in_reasoning = True
+        breaks = ""
         if started:
             yield from reader.run(_LINE_BREAKS)
         else:
-            self._reasoning.append(blank.lstrip("\r\n"))
-        if (yield from self._read_reasoning(format.end)):
+            blank = blank.lstrip("\r\n")
+            breaks = blank[len(blank.rstrip("\r\n")) :]  # right behind which the closing tag may come
+            self._reasoning.append(blank.removesuffix(breaks))
+        if (yield from self._read_reasoning(format.end, breaks)):
             self.in_reasoning = False
             yield from reader.run(_LINE_BREAKS)
             yield from reader.rest(self._content.append)
 
-    def _read_reasoning(self, end: str) -> Reading[bool]:
-        """Read up to and with the tag that ends the reasoning; False where it does not come."""
+    def _read_reasoning(self, end: str, breaks: str) -> Reading[bool]:
+        """Read up to and with the tag that ends the reasoning; False where it does not come. `breaks`: the line breaks
+        that were read last."""
         reader, emit = self._reader, self._reasoning.append
         tags = Tags(end, "\n", "\r")
-        while tag := (yield from reader.until(tags, emit)):
-            if tag == end:
-                return True
-            breaks = tag + (yield from reader.run(_LINE_BREAKS))
-            if (yield from reader.accept(end)):
-                return True
+        while not (yield from reader.accept(end)):
             emit(breaks)
-        return False
+            tag = yield from reader.until(tags, emit)
+            if not tag or tag == end:
+                return bool(tag)
+            breaks = tag + (yield from reader.run(_LINE_BREAKS))
+        return True

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncllm.errors import InvalidParamsError
@@ -41,6 +41,7 @@ def naive(text: str, opened: bool) -> tuple[str, str]:
 
 
 @given(pieces=PIECES, cuts=CUTS, opened=st.booleans())
+@example(pieces=[" ", "\n", "</think>"], cuts=[], opened=True)
 @settings(max_examples=300, deadline=None)
 def test_streamed_is_the_naive_split_of_the_whole(pieces: list[str], cuts: list[int], opened: bool) -> None:
     text = "".join(pieces)
