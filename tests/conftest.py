@@ -1,7 +1,7 @@
 """For all tests: an async test fails when asyncllm blocks its event loop.
 
-A watcher thread looks at the test's loop ten times a second. Where a callback has run for longer than `LIMIT` and code
-of the package is on the loop's stack, the place is noted, and the test fails with it. What a test itself does on its
+A watcher thread looks at the test's loop ten times a second. Where one call into the package has run for longer than
+`LIMIT` without going back to the loop, the place is noted, and the test fails with it. What a test itself does on its
 loop (writing a model, `time.sleep` as a bad host) is its own affair. Exempt are imports (of torch: seconds), waiting
 for a new thread to get a processor, and collections of garbage, which look through all that earlier tests left. Time in
 which the watcher did not get to run either counts only if the loop's thread was at work: other tests may have the
@@ -38,52 +38,53 @@ class _Watch:
     """The loop of the running test, and what its watcher has seen."""
 
     def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
         self.thread: int | None = None
         self.turn: float | None = None  # when its loop had waited for events, as its processor time; None: it waits
         self.offences: list[str] = []
-        self._callback: tuple[float, int] | None = None  # the turn and the task that ran at the last look
+        self._call: tuple[float, int] | None = None  # the turn, and the call of the package that ran at the last look
         self._since = 0.0  # processor time when it was first seen
-        self._looks = 0  # at this callback, each of them in time
+        self._looks = 0  # at this call, each of them in time
         self._collects = False
 
     def look(self, in_time: bool) -> None:
-        turn, thread, loop = self.turn, self.thread, self.loop
-        if turn is None or thread is None or loop is None or self._collects:
-            self._callback = None
+        turn, thread = self.turn, self.thread
+        frame = None if turn is None or thread is None or self._collects else sys._current_frames().get(thread)
+        outermost = _call_of_package(frame)
+        if turn is None or thread is None or outermost is None or turn != self.turn:
+            self._call = None
             return
-        callback, now = (turn, id(asyncio.current_task(loop))), _processor_time(thread)
-        if callback != self._callback:
-            self._callback, self._since, self._looks = callback, now, 0
+        call, now = (turn, id(outermost)), _processor_time(thread)
+        if call != self._call:
+            self._call, self._since, self._looks = call, now, 0
         self._looks += in_time
         if self._looks * LOOK_EVERY < LIMIT and now - self._since < LIMIT:
             return
-        frame = sys._current_frames().get(thread)
-        if frame is not None and turn == self.turn and _is_offence(frame):
-            stack = "".join(traceback.format_stack(frame)[-12:])
-            self.offences.append(f"the event loop was blocked for over {LIMIT} s:\n{stack}")
-            self.turn = None  # once a turn is enough
+        stack = "".join(traceback.format_stack(frame)[-12:])
+        self.offences.append(f"the event loop was blocked for over {LIMIT} s:\n{stack}")
+        self.turn = None  # once a turn is enough
 
     def on_collection(self, phase: str, info: object) -> None:
-        """For `gc.callbacks`: the callback's time begins anew when the collection is over."""
+        """For `gc.callbacks`: a call's time begins anew when the collection is over."""
         if threading.get_ident() == self.thread:
             self._collects = phase == "start"
-            self._callback = None
+            self._call = None
 
 
 def _processor_time(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
 
 
-def _is_offence(frame: FrameType | None) -> bool:
-    in_package = False
+def _call_of_package(frame: FrameType | None) -> FrameType | None:
+    """The outermost frame of the package on this stack; None where there is none, or what runs is exempt."""
+    outermost = None
     while frame is not None:
         file = frame.f_code.co_filename
         if "importlib" in file or (frame.f_code.co_name == "start" and file == threading.__file__):
-            return False
-        in_package |= file.startswith(PACKAGE) and not file.startswith(TESTING)
+            return None
+        if file.startswith(PACKAGE) and not file.startswith(TESTING):
+            outermost = frame
         frame = frame.f_back
-    return in_package
+    return outermost
 
 
 _watch = _Watch()
@@ -98,8 +99,7 @@ class _WatchedSelector(selectors.DefaultSelector):
 
 
 def _watched_loop() -> asyncio.AbstractEventLoop:
-    _watch.loop = asyncio.SelectorEventLoop(_WatchedSelector())
-    return _watch.loop
+    return asyncio.SelectorEventLoop(_WatchedSelector())
 
 
 def pytest_asyncio_loop_factories(
@@ -136,6 +136,6 @@ def _loop_watcher() -> Iterator[None]:
 def _fail_blocking_tests(request: pytest.FixtureRequest, _loop_watcher: None) -> Iterator[None]:
     _watch.offences.clear()
     yield
-    _watch.loop = _watch.turn = None
+    _watch.turn = None
     if request.node.get_closest_marker("blocks_loop") is None and _watch.offences:
         pytest.fail(_watch.offences[0], pytrace=False)
