@@ -26,7 +26,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
     ("engine.core", "engine.choice_reader"),
     ("engine.guidance",),
     ("engine.delivery", "engine.statistics"),
-    ("engine.live_requests", "engine.step_pipeline", "engine.guide_work"),
+    ("engine.live_requests", "engine.step_pipeline", "engine.guide_work", "engine.home_thread"),
     ("engine.consumers", "engine.core_access"),
     ("engine.preparation", "engine.mailbox", "engine.request_text", "engine.step_pace"),
     ("engine.guide_maker",),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from concurrent.futures import Future
 from contextlib import suppress
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine import exit_watch
 from asyncllm.engine.consumers import Consumers
 from asyncllm.engine.core import Core
-from asyncllm.engine.core_access import CoreAccess
 from asyncllm.engine.event_loop import EngineLoop
+from asyncllm.engine.home_thread import HomeThread
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.engine.workers import Workers
 from asyncllm.errors import EngineClosed
@@ -21,11 +18,12 @@ from asyncllm.errors import EngineClosed
 logger = logging.getLogger("asyncllm")
 
 
-class EngineThread:
-    """Loads a model, serves it, gives it back. Its futures cannot be cancelled, so any number may wait for them."""
+class EngineThread(HomeThread):
+    """Loads a model, serves it, gives it back."""
 
     def __init__(self, load: ModelLoader, config: EngineConfig, consumers: Consumers | None = None) -> None:
         """`consumers`: who hears of the streams; else the event loops that submit them."""
+        super().__init__()
         self._load = load
         self._config = config
         self._consumers = consumers
@@ -33,20 +31,6 @@ class EngineThread:
         self._loading: asyncio.Future[ServedModel] | None = None
         self._core: Core | None = None
         self._stopping = False
-        self.started: Future[CoreAccess] = Future()
-        self.stopped: Future[None] = Future()
-        for future in (self.started, self.stopped):
-            future.set_running_or_notify_cancel()
-        self._thread = threading.Thread(target=self._run, name="asyncllm-engine", daemon=False)
-
-    def start(self) -> None:
-        """As `EngineHome.start`."""
-        exit_watch.watch(self)
-        try:
-            self._thread.start()
-        except RuntimeError:  # there can be no more threads
-            exit_watch.forget(self)
-            raise
 
     def stop(self, drain: float = 0.0) -> None:
         """As `EngineHome.stop`."""
@@ -56,10 +40,6 @@ class EngineThread:
         else:
             with suppress(RuntimeError):  # the loop is closed: it has ended
                 self._loop.call_soon_threadsafe(self._stop_loading)
-
-    def join(self) -> None:
-        """As `EngineHome.join`."""
-        self._thread.join()
 
     def _run(self) -> None:
         loop = self._loop
@@ -80,10 +60,7 @@ class EngineThread:
             loop.close()
             if self._core is not None:
                 self._core.end()
-            exit_watch.forget(self)
-            self.stopped.set_result(None)
-            if not self.started.done():
-                self.started.set_exception(failure)
+            self._end(failure)
 
     async def _serve(self, workers: Workers) -> None:
         self._loading = asyncio.ensure_future(self._load(self._config, workers.short))

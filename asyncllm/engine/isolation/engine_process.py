@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine import exit_watch
-from asyncllm.engine.core_access import CoreAccess
+from asyncllm.engine.home_thread import HomeThread
 from asyncllm.engine.hook_place import HookCall
 from asyncllm.engine.isolation.channel import Receiver
 from asyncllm.engine.isolation.child_process import ChildProcess
@@ -54,11 +51,12 @@ class _Life:
     reason: BaseException | None = None  # that it has named for its end
 
 
-class EngineProcess:
+class EngineProcess(HomeThread):
     """As `EngineHome`. Lives on a thread, which starts a child, reads what it says, and sees to its end."""
 
     def __init__(self, name: str, load: ModelLoader, config: EngineConfig) -> None:
         """Raises `ConfigError` where the loader cannot cross."""
+        super().__init__()
         plain = unpack(pack_plain(config))  # a text in it may be of a type that only the host has
         self._begin = Begin(str.__str__(name), _packed(load), plain, logger.getEffectiveLevel())
         self._folder, self._path = _working_folder(), [entry or os.curdir for entry in sys.path]
@@ -66,20 +64,6 @@ class EngineProcess:
         self._calls: dict[int, HookCall] = {}  # of the host's functions, by the child's number
         self._stopping = False
         self._woken: SimpleQueue[None] = SimpleQueue()  # by `stop`
-        self.started: Future[CoreAccess] = Future()
-        self.stopped: Future[None] = Future()
-        for future in (self.started, self.stopped):
-            future.set_running_or_notify_cancel()
-        self._thread = threading.Thread(target=self._run, name="asyncllm-engine", daemon=False)
-
-    def start(self) -> None:
-        """As `EngineHome.start`."""
-        exit_watch.watch(self)
-        try:
-            self._thread.start()
-        except RuntimeError:  # there can be no more threads
-            exit_watch.forget(self)
-            raise
 
     def stop(self, drain: float = 0.0) -> None:
         """As `EngineHome.stop`."""
@@ -88,10 +72,6 @@ class EngineProcess:
         dispatcher.drain_until = time.monotonic() + drain
         dispatcher.post(dispatcher.stop, drain)
         self._woken.put(None)
-
-    def join(self) -> None:
-        """As `EngineHome.join`."""
-        self._thread.join()
 
     def _run(self) -> None:
         failure: BaseException = EngineClosed("the engine was closed while it started")
@@ -104,10 +84,7 @@ class EngineProcess:
                 logger.exception("the engine's thread failed")
         finally:
             self._core.dispatcher.finish()
-            exit_watch.forget(self)
-            self.stopped.set_result(None)
-            if not self.started.done():
-                self.started.set_exception(failure)
+            self._end(failure)
 
     def _keep_alive(self) -> None:
         """Start a child, and another one whenever it dies. Raises why the first one cannot start."""

@@ -139,5 +139,5 @@ def _shown(show: Any, error: BaseException) -> str:
 def _packed(error: BaseException) -> bytes | None:
     try:
         return pack(error)
-    except Exception:
+    except Exception:  # it holds what cannot cross
         return None
