@@ -77,14 +77,10 @@ class TokenStream:
     async def start(self) -> None:
         """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
         self._submit()
-        mailbox, loop = self._mailbox, self._check_loop()
+        self._check_loop()
+        mailbox = self._mailbox
         try:
-            while mailbox.stage in UNBEGUN:
-                starter: asyncio.Future[None] = loop.create_future()
-                mailbox.starters.append(starter)
-                if mailbox.stage not in UNBEGUN:  # it came before the engine could see the starter
-                    break
-                await starter
+            await self._until(lambda: mailbox.stage not in UNBEGUN, lambda: mailbox.starters)
         except BaseException:
             self._leave()
             raise
@@ -162,14 +158,9 @@ class TokenStream:
         mailbox = self._mailbox
         if not (self._over and self._loop is not None):
             self._submit()
-        loop = self._check_loop()
+        self._check_loop()
         try:
-            while not mailbox.done:
-                watcher: asyncio.Future[None] = loop.create_future()
-                mailbox.watchers.append(watcher)
-                if mailbox.done:  # it came before the engine could see the watcher
-                    break
-                await watcher
+            await self._until(lambda: mailbox.done, lambda: mailbox.watchers)
         except BaseException:
             self._leave()
             raise
@@ -194,17 +185,15 @@ class TokenStream:
         if self._loop is not None:
             process.check(self._pid)
         self._leave()
-        if self._loop is None or self._mailbox.released:  # mostly: a stream that was read to its end is free by then
+        mailbox = self._mailbox
+        if self._loop is None or mailbox.released:  # mostly: a stream that was read to its end is free by then
             return
+        self._check_loop()
         interruption: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):  # else a cancelled scope of the caller would cancel each wait anew
-            while not self._mailbox.released:
-                watcher: asyncio.Future[None] = self._check_loop().create_future()
-                self._mailbox.watchers.append(watcher)
-                if self._mailbox.released:
-                    break
+            while not mailbox.released:
                 try:
-                    await watcher
+                    await self._until(lambda: mailbox.released, lambda: mailbox.watchers)
                 except asyncio.CancelledError as error:
                     interruption = error
         if interruption is not None:
@@ -233,6 +222,16 @@ class TokenStream:
         # A collection may call it anywhere, so it takes no lock. The engine holds the mailbox for as long as there is
         # something to abandon, so the reference outlives the stream. (It costs a third of what a finalizer does.)
         self._abandon, self._mailbox.stream = abandon, weakref.ref(self, abandon)
+
+    @staticmethod
+    async def _until(came: Callable[[], bool], told: Callable[[], list[asyncio.Future[None]]]) -> None:
+        """Return once it came. Who is told takes the list that `told` gives away, so each wait asks for it anew."""
+        while not came():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            told().append(waiter)
+            if came():  # before the engine could see the waiter
+                return
+            await waiter
 
     def _give_up(self, waiter: asyncio.Future[None]) -> None:
         """The task that waited was cancelled."""
