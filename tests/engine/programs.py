@@ -20,7 +20,7 @@ HEAD = """
     import asyncio, gc, os, signal, sys, threading, time, warnings
     from asyncllm import AsyncEngine, SamplingParams
     from asyncllm.testing.shadow_engine import ShadowModel
-    from tests.engine.programs import uses_not_refused
+    from tests.engine.programs import begin, uses_not_refused
     LONG = SamplingParams(temperature=0, max_tokens=400)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that put the tests behind has it ignored
     def say(*words):
@@ -38,6 +38,13 @@ def start_program(source: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         start_new_session=True,
     )
+
+
+async def begin(stream: TokenStream, engine: AsyncEngine) -> TokenStream:
+    """The stream of an engine that was not started, begun."""
+    await engine.start()
+    await stream.start()
+    return stream
 
 
 async def uses_not_refused(engine: AsyncEngine, stream: TokenStream) -> list[object]:

@@ -404,12 +404,6 @@ def test_fork() -> None:
     code, out, err = run_script("""
         warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork in a process with threads
 
-        async def begin():
-            stream = engine.stream([5], LONG)
-            await engine.start()
-            await stream.start()
-            return stream
-
         async def in_child():
             say("not refused", await uses_not_refused(engine, stream))
             await made_before.start()  # and never closed
@@ -417,7 +411,7 @@ def test_fork() -> None:
 
         model = ShadowModel(latency=0.01)
         engine, made_before = AsyncEngine(model), AsyncEngine(model)
-        stream = asyncio.run(begin())
+        stream = asyncio.run(begin(engine.stream([5], LONG), engine))
         pid = os.fork()
         if pid == 0:
             asyncio.run(in_child())

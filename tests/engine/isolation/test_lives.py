@@ -190,19 +190,13 @@ def test_use_after_fork() -> None:
     process = start("""
         warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork in a process with threads
 
-        async def begin():
-            stream = engine.stream([5], LONG)
-            await engine.start()
-            await stream.start()
-            return stream
-
         async def in_fork():
             say("not refused", await uses_not_refused(engine, stream))
             other = AsyncEngine(ShadowModel(), isolation="process")  # and never closed
             await other.start()
             say("fork", len((await other.generate([5], SamplingParams(max_tokens=7))).token_ids))
 
-        stream = asyncio.run(begin())
+        stream = asyncio.run(begin(engine.stream([5], LONG), engine))
         pid = os.fork()
         if pid == 0:
             asyncio.run(in_fork())
