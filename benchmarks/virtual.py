@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from asyncllm.engine.execution.cuda_executor import PADDING_BEFORE_CAPTURE, first_graph_sizes, graph_sizes
-from asyncllm.engine.execution.sizes import mixed_chunk_tokens
+from asyncllm.engine.execution.sizes import full_step_tokens, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.engine.scheduling.scheduler import Scheduler
@@ -40,10 +40,11 @@ from asyncllm.workloads import (
 )
 
 BLOCK = 64
-CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunk, which is the model's
+CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunks, which are the model's
     max_num_seqs=256,
     max_batched_tokens=8192,
     mixed_chunk_tokens=256,
+    full_step_tokens=1024,
     block_size=BLOCK,
     num_blocks=256 * 8192 // BLOCK,
     groups=(CacheGroup(),),
@@ -322,8 +323,9 @@ class Engine:
 
 def simulate(model: StepModel, workload: Workload, *, mixed_chunk: int | None = None, passes: int = 1) -> Run:
     """The last of so many passes: graphs that were captured stay."""
-    chunk = mixed_chunk or mixed_chunk_tokens(torch.device("cuda"), model.weight_bytes)
-    config = replace(CONFIG, mixed_chunk_tokens=chunk)
+    device = torch.device("cuda")
+    chunk = mixed_chunk or mixed_chunk_tokens(device, model.weight_bytes)
+    config = replace(CONFIG, mixed_chunk_tokens=chunk, full_step_tokens=full_step_tokens(device, model.weight_bytes))
     graphs = Graphs(config)
     runs = [Engine(config, model, workload, graphs=graphs, seed=number).run() for number in range(passes)]
     return runs[-1]
