@@ -22,8 +22,9 @@ from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
-from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import Int32Array, LateTokens, RowJoin, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
+from asyncllm.kernels.row_join import RECORD_WORDS
 from asyncllm.kernels.sampled_rows import LogitRows
 
 logger = logging.getLogger("asyncllm")
@@ -39,6 +40,7 @@ _SAMPLER_TOKENS = 64
 """What a graph that samples with more than a step asks for counts as."""
 
 _NO_PLACES = np.zeros(0, np.int64)
+_NO_JOINS = np.zeros((0, RECORD_WORDS), np.int32)
 
 MOST_FAILURES = 5
 """Captures of one size that may fail before its steps are launched by hand for good."""
@@ -141,9 +143,9 @@ class CudaExecutor:
     def enqueue(self, plan: StepPlan, turn: int, after_late: Callable[[], object] | None = None) -> Launched:
         """Launch a step, which is the `turn`th of the ring. `after_late` is called once its late samples are launched,
         before all else of it."""
-        kept: tuple[Tensor, ...] = ()
-        if plan.joins or plan.chunks or len(plan.copies):
-            kept = self._prepare(plan)
+        # Mostly the step's own launches let requests take rows, where it has chunks.
+        joins = self._rows.describe(plan.joins) if plan.chunks else None
+        kept = self._prepare(plan, () if joins is not None else plan.joins)
         edits = plan.tables
         tables = self._rows.tables
         entries = (edits.groups * tables.shape[1] + edits.rows) * tables.shape[2] + edits.indices
@@ -165,7 +167,8 @@ class CudaExecutor:
             return Launched(kept, _NO_PLACES, None, late_told, None)
         outputs = lay_out_outputs(plan)
         kind = self._kind(plan)
-        self._ring.write(turn, plan, entries, size_tokens=kind.tokens, size_sampled=self._program.sampled(kind))
+        joins = _NO_JOINS if joins is None else joins
+        self._ring.write(turn, plan, entries, joins, size=(kind.tokens, self._program.sampled(kind)))
         samples = self._samples(plan, outputs, turn)
         by_hand = samples.by_hand
         if (graph := self._graphs.get(kind)) is not None and by_hand is None:
@@ -292,18 +295,21 @@ class CudaExecutor:
         del self._program, self._rows, self._ring, self._cache, self._settings
         self._space.close()
 
-    def _prepare(self, plan: StepPlan) -> tuple[Tensor, ...]:
+    def _prepare(self, plan: StepPlan, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
+        """What is launched before the step's own launches, with these joins. Most steps need none of it, which matters:
+        each launch, and each tensor made, gives the interpreter lock up, and re-taking it can cost 5 ms."""
         kept: tuple[Tensor, ...] = ()
-        if plan.joins:
+        if joins:
             with self._space.lasting():
-                kept = self._rows.join(plan.joins)
+                kept = self._rows.join(joins)
             self._forget_outgrown()
-        with self._space.entered():
-            kept += self._rows.adjustments.take_chunks(plan.chunks)
-            if len(plan.copies):
-                pairs = host_words(plan.copies, self._cache.device)
-                copy_blocks(self._cache, pairs)
-                kept += (pairs,)
+        if self._rows.adjustments.counting or len(plan.copies):
+            with self._space.entered():
+                kept += self._rows.adjustments.take_chunks(plan.chunks)
+                if len(plan.copies):
+                    pairs = host_words(plan.copies, self._cache.device)
+                    copy_blocks(self._cache, pairs)
+                    kept += (pairs,)
         return kept
 
     def _forget_outgrown(self) -> None:
