@@ -20,7 +20,12 @@ from itertools import count
 import numpy as np
 import torch
 
-from asyncllm.engine.execution.cuda_executor import PADDING_BEFORE_CAPTURE, first_graph_sizes, graph_sizes
+from asyncllm.engine.execution.cuda_executor import (
+    SAMPLER_TOKENS,
+    first_graph_sizes,
+    graph_sizes,
+    padding_before_capture,
+)
 from asyncllm.engine.execution.sizes import full_step_tokens, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
@@ -154,15 +159,18 @@ MEASURED = {
 
 
 class Graphs:
-    """Which size a step is filled up to, as `CudaExecutor` chooses it."""
+    """Which size a step is filled up to, as `CudaExecutor` chooses it. Those of the start can filter, which the
+    workloads have no use for."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, weight_bytes: int) -> None:
         self._sizes = graph_sizes(config.max_batched_tokens)
         self._captured = {
-            (size, chunks)
+            (size, chunks, True)
             for chunks in (True, False)
             for size in first_graph_sizes(config.max_batched_tokens if chunks else config.max_num_seqs, chunks=chunks)
         }
+        self._captured.add((1, False, False))
+        self._padding = padding_before_capture(weight_bytes)
         self._padding_left: dict[tuple[int, bool], int] = {}
         self.captured = 0
 
@@ -170,14 +178,20 @@ class Graphs:
         """Captures it where it has been wanted often enough."""
         chunks, fitting = bool(plan.chunks), [size for size in self._sizes if size >= plan.num_tokens]
         best = (fitting[0], chunks)
-        if best in self._captured:
+        if (*best, False) in self._captured:
             return fitting[0]
-        left = self._padding_left.setdefault(best, PADDING_BEFORE_CAPTURE)
-        larger = [size for size in fitting if (size, chunks) in self._captured]
-        if left > 0 and larger:
-            self._padding_left[best] = left - (larger[0] - plan.num_tokens)
-            return larger[0]
-        self._captured.add(best)
+        left = self._padding_left.setdefault(best, self._padding)
+        ready = [
+            (size, filters)
+            for size in fitting
+            for filters in (False, True)
+            if (size, chunks, filters) in self._captured
+        ]
+        if left > 0 and ready:
+            size, filters = ready[0]
+            self._padding_left[best] = left - (size - plan.num_tokens) - SAMPLER_TOKENS * filters
+            return size
+        self._captured.add((*best, False))
         self.captured += 1
         return fitting[0]
 
@@ -326,7 +340,7 @@ def simulate(model: StepModel, workload: Workload, *, mixed_chunk: int | None = 
     device = torch.device("cuda")
     chunk = mixed_chunk or mixed_chunk_tokens(device, model.weight_bytes)
     config = replace(CONFIG, mixed_chunk_tokens=chunk, full_step_tokens=full_step_tokens(device, model.weight_bytes))
-    graphs = Graphs(config)
+    graphs = Graphs(config, model.weight_bytes)
     runs = [Engine(config, model, workload, graphs=graphs, seed=number).run() for number in range(passes)]
     return runs[-1]
 

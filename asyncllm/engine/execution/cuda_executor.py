@@ -32,12 +32,12 @@ logger = logging.getLogger("asyncllm")
 GRAPH_TOKENS = 8192
 """Larger steps are launched by hand: they take the device longer than the host."""
 
-PADDING_BEFORE_CAPTURE = 4096
-"""Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own. A capture
-keeps the engine's thread for 60 to 100 ms on an H200."""
+_CAPTURE_BYTES = 1 << 46
+"""Bytes of weights, times tokens, that cost about as much as a capture. One keeps the engine's thread for 60 to 100 ms
+on an H200, where a token of a model of 8 billion parameters takes 20 µs."""
 
-_SAMPLER_TOKENS = 64
-"""What a graph that samples with more than a step asks for counts as."""
+SAMPLER_TOKENS = 1
+"""What a graph that samples with more than a step asks for counts as: a few launches that find nothing to do."""
 
 _NO_PLACES = np.zeros(0, np.int64)
 _NO_JOINS = np.zeros((0, RECORD_WORDS), np.int32)
@@ -61,6 +61,11 @@ def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
     powers = [1 << i for i in range(4 if chunks else 0, GRAPH_TOKENS.bit_length())]
     halves = [3 * power for power in powers if power >= 128]
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
+
+
+def padding_before_capture(weight_bytes: int) -> int:
+    """Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own."""
+    return max(1, _CAPTURE_BYTES // max(1, weight_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +139,9 @@ class CudaExecutor:
         """The first graphs are there: from now on, capture others only where they are worth it.
 
         Keeps the entries "workspace" of `memory_bytes`, which grows with what requests ask for, and "graphs": what is
-        reserved beyond the sum of the other entries.
+        reserved beyond the sum of the other entries. Reads "weights".
         """
-        self._padding = PADDING_BEFORE_CAPTURE
+        self._padding = padding_before_capture(memory_bytes["weights"])
         self._memory = memory_bytes
         self._lasting_bytes = self._space.lasting_bytes()
 
@@ -354,7 +359,7 @@ class CudaExecutor:
                 for size in self._sizes[index:]:
                     for more in list(SamplerUse)[use:]:
                         if (kind := StepKind(size, chunks, more)) in self._graphs:
-                            self._padding_left[best] = left - (size - tokens) - _SAMPLER_TOKENS * (more > use)
+                            self._padding_left[best] = left - (size - tokens) - SAMPLER_TOKENS * (more > use)
                             return kind
         return best
 
