@@ -132,7 +132,7 @@ def chat_request(number: int, tokens: int) -> bytes:
 
 
 async def read(port: int, numbers: Sequence[int], tokens: int, at: float) -> Readings:
-    """Ask for the chats of these numbers, all at the moment `at`; raises `ConnectionError` where one is not answered."""
+    """Ask for the chats of these numbers, at the moment `at`. Raises `ConnectionError` where one is not answered."""
     loop = asyncio.get_running_loop()
     requests = [chat_request(number, tokens) for number in numbers]
     await asyncio.sleep(max(0.0, at - time.perf_counter()))

@@ -57,7 +57,8 @@ def pace(rounds: Rounds) -> None:
         hand_out(events, text)
         rounds.arrive()
 
-    TokenEvents.pour, TokenEvents._hand_out = tell_and_pour, hand_out_and_tell  # type: ignore[method-assign]
+    TokenEvents.pour = tell_and_pour  # type: ignore[method-assign, assignment]
+    TokenEvents._hand_out = hand_out_and_tell  # type: ignore[method-assign, assignment]
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -115,14 +116,14 @@ async def serve_uvicorn(engine: AsyncEngine, settings: Any) -> None:
     """Until a signal ends it."""
     import uvicorn  # noqa: PLC0415  # the other kinds do without it
 
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(f"on http://{host}:{port}", file=sys.stderr, flush=True)
+
     app = create_asgi_app(engine, settings=settings)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
-    print(f"on http://{host}:{port}", file=sys.stderr, flush=True)
-    await serving
+    await Server(uvicorn.Config(app, port=0, log_level="error", access_log=False)).serve()
 
 
 async def serve_tasks(engine: AsyncEngine, orders: IO[str]) -> None:
@@ -162,7 +163,7 @@ def _settings(flags: Sequence[str]) -> ServeSettings:
     parser.add_argument("model")
     parser.set_defaults(config=None)
     for settings, defaults in ((ServerSettings, {}), (ApiSettings, {}), (EngineConfig, ENGINE_DEFAULTS)):
-        add_fields(parser, settings, defaults)
+        add_fields(parser.add_argument_group(), settings, defaults)
     return read_settings(parser.parse_args(flags))
 
 

@@ -5,7 +5,8 @@
 MODEL, a GGUF file or a folder, has the tokenizer; without one, SmolLM2 of the installed package. Serve the folder with
 `load_format="dummy"` on a machine that has neither a network nor the file. `--config` takes the configuration of
 another model, a folder of `benchmarks/models` by name or any other: the vocabulary is widened to its size by tokens
-that are two others in a row, so that each id which random weights may sample has a text. No prompt is encoded with them.
+that are two others in a row, so that each id which random weights may sample has a text. Prompts are encoded without
+them.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class TokenEvents:
     or behind an error."""
 
     __slots__ = (
-        "_alone", "_begun", "_called", "_closed", "_count", "_fail", "_find_frame", "_first", "_frame", "_last", "_loop",
-        "_more", "_render", "_seen", "_send", "_sender", "_streams",
+        "_alone", "_begun", "_called", "_closed", "_count", "_fail", "_find_frame", "_first", "_frame", "_last",
+        "_loop", "_more", "_render", "_seen", "_send", "_sender", "_streams",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # what is rare by keyword
