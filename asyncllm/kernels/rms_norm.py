@@ -21,9 +21,9 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     await_previous(OVERLAP)
     launch_next(OVERLAP)
-    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(x + row * X_STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, axis=0) / SIZE + epsilon)
     tl.store(output + row * SIZE + columns, (values * scale * weights).to(output.dtype.element_ty), mask=inside)
