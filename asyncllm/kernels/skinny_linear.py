@@ -31,7 +31,7 @@ from asyncllm.kernels.language import (
 MOST_ROWS = 256
 
 SPLIT_TILES = 1024
-"""Tiles of lines that a product may have whose columns are cut: a counter each."""
+"""Tiles that a product may have whose columns are cut: a counter each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,15 @@ class VectorTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows: a program takes `lines` of W, `width` of their columns at a time; these are cut into `splits` parts."""
+    """More rows: a program takes `rows` of x at most and `lines` of W, `width` of their columns at a time; these are cut
+    into `splits` parts."""
 
     lines: int
     width: int
     warps: int
     stages: int = 1
     splits: int = 1
+    rows: int = MOST_ROWS  # a power of two, at least 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,11 @@ def _tile_kernel(
 ) -> None:
     tile = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
-    first_line = tile * LINES
+    row_tiles = tl.cdiv(rows, ROWS)
+    first_line = tile // row_tiles * LINES
+    first_row = tile % row_tiles * ROWS
     lines = first_line + tl.arange(0, LINES)
-    row = tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     share = tl.cdiv(tl.cdiv(inputs, WIDTH), SPLITS) * WIDTH
     begin = part * share
@@ -228,11 +232,12 @@ def _tile_kernel(
     line_starts = weight + lines.to(tl.int64)[:, None] * inputs
     below_starts = weight + (outputs + lines).to(tl.int64)[:, None] * inputs  # counterparts of the gate's lines
     if OVERLAP:
-        # into the cache while the kernel before still runs, so that memory never rests
+        # into the cache while the kernel before still runs, so that memory never rests; once for all tiles of rows
         ahead = begin + 64 * tl.arange(0, AHEAD)[None, :]
-        _prefetch(line_starts + ahead, (lines < outputs)[:, None] & (ahead < end))
+        wanted = (lines < outputs)[:, None] & (ahead < end) & (first_row == 0)
+        _prefetch(line_starts + ahead, wanted)
         if GATED:
-            _prefetch(below_starts + ahead, (lines < outputs)[:, None] & (ahead < end))
+            _prefetch(below_starts + ahead, wanted)
     await_previous(OVERLAP)
     launch_next(OVERLAP)
 
@@ -240,7 +245,7 @@ def _tile_kernel(
     total_below = tl.zeros([LINES, ROWS], tl.float32)
     for start in tl.range(begin, end, WIDTH):
         if DESCRIPTORS:
-            right = x_descriptor.load([0, start])
+            right = x_descriptor.load([first_row, start])
             left = weight_descriptor.load([first_line, start])
             total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
             if GATED:
@@ -260,7 +265,7 @@ def _tile_kernel(
 
     if SPLITS > 1:
         size: tl.constexpr = LINES * ROWS
-        within = row[None, :] * LINES + tl.arange(0, LINES)[:, None]
+        within = tl.arange(0, ROWS)[None, :] * LINES + tl.arange(0, LINES)[:, None]
         halves: tl.constexpr = 2 if GATED else 1
         parts = partial + tile.to(tl.int64) * (SPLITS * halves * size)
         mine = parts + part * (halves * size)
@@ -393,13 +398,13 @@ def _multiply_tiles(
     outputs = output.shape[1]
     if not isinstance(tiling, Tiling):
         tiling = default_tiling(rows, outputs, inputs, wide=x.element_size() > 2)
-    padded = max(16, next_power_of_2(rows))
-    tiles = ceil_div(outputs, tiling.lines)
+    padded = min(max(16, next_power_of_2(rows)), tiling.rows)
+    tiles = ceil_div(outputs, tiling.lines) * ceil_div(rows, padded)
     halves = 1 if activation is None else 2
     partial = output
     if tiling.splits > 1:
         if tiles > SPLIT_TILES:
-            raise ValueError(f"{tiles} tiles of lines are too many to cut each along its columns")
+            raise ValueError(f"{tiles} tiles are too many to cut each along its columns")
         size = tiles * tiling.splits * halves * tiling.lines * padded
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         if arrivals is None:

@@ -114,6 +114,11 @@ TILINGS = {
     "split": Case(5, 150, 200, tiling=Tiling(64, 32, 4, 2, splits=3)),
     "more parts than columns": Case(3, 37, 70, tiling=Tiling(16, 32, 4, 2, splits=8)),
     "split, all of it": Case(33, 70, 328, bias=True, add=True, tiling=Tiling(64, 32, 4, 3, splits=4)),
+    "tiles of rows": Case(40, 70, 200, bias=True, tiling=Tiling(16, 64, 4, 2, rows=16)),
+    "tiles of rows, whole": Case(32, 32, 65, add=True, tiling=Tiling(16, 32, 4, 2, rows=16)),
+    "tiles of rows, all of it": Case(
+        40, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(32, 64, 4, 2, splits=3, rows=16)
+    ),
     "split, gated": Case(20, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(64, 32, 4, 3, splits=2)),
 }
 
@@ -142,6 +147,7 @@ ADDED = Case(1, 300, 80, add=True, tiling=VectorTiling(1, 2, 1))
 TILES = Case(3, 34, 600, bias=True, tiling=Tiling(16, 128, 4, 2))
 SPLIT = Case(3, 34, 600, add=True, tiling=Tiling(16, 128, 4, 2, splits=2))
 POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
+ROW_TILES = Case(40, 34, 200, add=True, tiling=Tiling(16, 128, 4, 2, splits=2, rows=16))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,10 @@ POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
         ("result += before", "result -= before", ADDED),
         ("next_below, lines + step", "next_below, lines", ADDED),
         ("next_weight = _load_lines(weight, lines + step", "next_weight = _load_lines(weight, lines", ADDED),
-        ("x_descriptor.load([0, start])", "x_descriptor.load([0, 0])", TILES),
+        ("x_descriptor.load([first_row, start])", "x_descriptor.load([first_row, 0])", TILES),
+        ("x_descriptor.load([first_row, start])", "x_descriptor.load([0, start])", ROW_TILES),
+        ("row = first_row + tl.arange", "row = tl.arange", ROW_TILES),
+        ("first_line = tile // row_tiles", "first_line = tile", ROW_TILES),
         ("weight_descriptor.load([first_line, start])", "weight_descriptor.load([0, start])", TILES),
         ("total += tl.load(bias + lines", "total += tl.load(bias + lines // 2", TILES),
         ("x + row[:, None] * x_stride", "x + row[:, None] * inputs", POINTERS),
