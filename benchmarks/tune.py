@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from asyncllm.kernels.skinny_linear import (
     RowNorm,
     Tiling,
     VectorTiling,
+    linear_parts,
     skinny_linear,
     skinny_linear_reference,
 )
@@ -57,6 +58,9 @@ SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs m
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
 FINALISTS = 6  # tilings of a product that are tried again
+SAME = 1.002
+"""Of steps that take up to this many times the shortest, one whose kernel serves other rows as well is taken: each
+kernel is compiled when an engine starts."""
 WORTH = 0.999
 """A step with ours must take at most this part of the library's time: what differs less is a matter of chance."""
 
@@ -115,7 +119,7 @@ def vector_tilings(product: Product) -> Iterator[VectorTiling]:
 
 
 def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
-    """For more: few or many stages, parts so that every multiprocessor has something to do."""
+    """For more: tiles of few or many rows, few or many stages, parts so that every multiprocessor has work."""
     halves = 2 if product.gated else 1
     kinds = [(64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
     padded = max(16, next_power_of_2(rows))
@@ -132,7 +136,7 @@ def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
                 wanted = [
                     splits
                     for splits in (1, 2, 3, 4, 6, 8)
-                    if tiles * splits in PROGRAMS and product.inputs // splits >= 2 * width
+                    if tiles * splits in PROGRAMS and product.inputs // splits >= (1 if product.adds else 2) * width
                 ]
                 for splits in wanted[:3] or [1]:
                     yield Tiling(lines, width, warps, stages, splits, at_once)
@@ -164,6 +168,10 @@ def make_operands(product: Product, rows: int, device: torch.device) -> Operands
 
 
 def multiply(operands: Operands, tiling: AnyTiling) -> torch.Tensor:
+    """As a layer does; what that leaves in parts is added up."""
+    if operands.residual is not None and isinstance(tiling, Tiling) and tiling.splits > 1:
+        parts = linear_parts(operands.x, operands.weight, tiling=tiling)
+        return operands.residual.float() + parts.sum(0)
     return skinny_linear(
         operands.x,
         operands.weight,
@@ -310,16 +318,27 @@ def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
             found = [Timing(each, step.microseconds(batch, table.with_choice(product, rows, each))) for each in tried]
             found.sort(key=lambda timing: timing.microseconds)
             timings.setdefault(product.name, found)
-            table = table.with_choice(product, rows, choose(found))
+            table = table.with_choice(product, rows, choose(found, kernels_of(product, rows, table)))
             choices[product] = [None, *(each.tiling for each in found[:FINALISTS] if each.tiling is not None)]
     return Tuned(table, library, before, step.microseconds(batch, table), timings)
 
 
-def choose(timings: Sequence[Timing]) -> AnyTiling | None:
-    """The fastest."""
-    best = min(timings, key=lambda timing: timing.microseconds)
+def choose(timings: Sequence[Timing], used: Collection[AnyTiling]) -> AnyTiling | None:
+    """Of `timings`, the shortest first; what is as good and among the `used` kernels is preferred."""
+    best = timings[0]
     library = next(each.microseconds for each in timings if each.tiling is None)
-    return best.tiling if best.microseconds <= WORTH * library else None
+    if best.tiling is None or best.microseconds > WORTH * library:
+        return None
+    for each in timings:
+        if each.tiling is not None and binary_of(each.tiling) in used and each.microseconds <= SAME * best.microseconds:
+            return each.tiling
+    return best.tiling
+
+
+def kernels_of(product: Product, rows: int, table: ProductTable) -> set[AnyTiling]:
+    """Those that other numbers of rows take for the product."""
+    choices = table.choices.get(product.name, {})
+    return {binary_of(tiling) for each, tiling in choices.items() if tiling is not None and each != rows}
 
 
 # --- compiling, side by side, before the GPU is touched ---
@@ -362,15 +381,17 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
         print(f"{task}: {error}", flush=True)
 
 
+def binary_of(tiling: AnyTiling) -> AnyTiling:
+    """The same for all that share a binary."""
+    if isinstance(tiling, VectorTiling):
+        return replace(tiling, programs=0)
+    return replace(tiling, splits=min(tiling.splits, 2))
+
+
 def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
     """Every kernel that will be measured; returns how many."""
     tasks = {
-        # what a binary depends on: of one row, not on how many programs there are
-        (count == 1 and each.inputs, each.gated, each.adds, astuple(tiling)[: 2 if count == 1 else None]): (
-            each,
-            count,
-            tiling,
-        )
+        (count == 1 and each.inputs, each.gated, each.adds, binary_of(tiling)): (each, count, tiling)
         for each in products
         for count in rows
         for tiling in tilings(each, count)
