@@ -194,7 +194,7 @@ def rope_cache(
     if query is None:
         query = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     # one program takes a few heads while tokens are few, so that a decode step fills the GPU
-    per_program = min(next_power_of_2(heads), 4 if uniform or tokens <= 256 else 16)
+    per_program = min(next_power_of_2(heads), 8 if uniform or tokens <= 256 else 16)
     if tokens:
         _rope_cache_kernel[(tokens, ceil_div(heads, per_program))](
             query,
@@ -223,7 +223,7 @@ def rope_cache(
             NORM=norm is not None,
             LIMIT=torch.finfo(cache.dtype).max,
             NARROW=cache.dtype != qkv.dtype,
-            num_warps=1 if per_program <= 4 else 4,
+            num_warps=max(1, per_program // 4),
             **overlap_options(qkv.device),
         )
     return query
