@@ -1,5 +1,5 @@
-"""For runs that may be cut short: `-p tests.cut_short` tells of a failure when it happens, and SIGTERM ends the run with
-its summary, as Ctrl-C does. Give `--tb=no` with it, or the end repeats it all."""
+"""For runs that may be cut short: `-p tests.cut_short` tells of a failure when it happens, and ends the run at SIGTERM
+with its summary, as Ctrl-C does. Give `--tb=no` with it, or the end repeats it all."""
 
 from __future__ import annotations
 
