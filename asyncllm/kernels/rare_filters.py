@@ -106,16 +106,16 @@ def _rare_filters_kernel(
     positions: tl.tensor,
     num_rows: tl.tensor,
     duties: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    choice: tl.tensor,
-    typical_p: tl.tensor,
-    top_n_sigma: tl.tensor,
-    xtc_probability: tl.tensor,
-    xtc_threshold: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    seeds: tl.tensor,
+    choices: tl.tensor,
+    typical_ps: tl.tensor,
+    top_n_sigmas: tl.tensor,
+    xtc_probabilities: tl.tensor,
+    xtc_thresholds: tl.tensor,
     ADJUSTED_STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -124,11 +124,11 @@ def _rare_filters_kernel(
     if index >= tl.load(num_rows):
         return
     row = tl.load(rows + index)
-    heat = tl.load(temperature + row)
-    if ((tl.load(duties + row) & _FILTERS) == 0) | (heat <= 0.0):
+    temperature = tl.load(temperatures + row)
+    if ((tl.load(duties + row) & _FILTERS) == 0) | (temperature <= 0.0):
         return
     source = adjusted + index.to(tl.int64) * ADJUSTED_STRIDE
-    factor = 1.0 / heat
+    factor = 1.0 / temperature
     highest = tl.full([], float("-inf"), tl.float32)
     count = tl.zeros([], tl.int32)
     for start in range(0, SIZE, BLOCK):
@@ -143,7 +143,7 @@ def _rare_filters_kernel(
     low = tl.full([], float("-inf"), tl.float32)
     nearest = low
     middle = tl.zeros([], tl.float32)
-    sigmas = tl.load(top_n_sigma + row)
+    sigmas = tl.load(top_n_sigmas + row)
     if sigmas > 0.0:
         total = tl.zeros([], tl.float64)
         for start in range(0, SIZE, BLOCK):
@@ -158,13 +158,13 @@ def _rare_filters_kernel(
             far = tl.where(x > float("-inf"), x - highest - mean, 0.0)
             total += tl.sum(far * far, axis=0).to(tl.float64)
         low = highest - sigmas * tl.sqrt((total / count).to(tl.float32))
-    k = tl.load(top_k + row)
+    k = tl.load(top_ks + row)
     if (k > 0) & (k < SIZE):
         bound = _largest_threshold(
             source, low, nearest, k.to(tl.float64), highest, factor, middle, True, False, SIZE, BLOCK
         )
         low = tl.maximum(low, bound)
-    share = tl.load(typical_p + row)
+    share = tl.load(typical_ps + row)
     if share < 1.0:
         total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
         expected = tl.zeros([], tl.float64)
@@ -178,14 +178,14 @@ def _rare_filters_kernel(
         nearest = _largest_threshold(
             source, low, nearest, share.to(tl.float64) * total, highest, factor, middle, False, True, SIZE, BLOCK
         )
-    share = tl.load(top_p + row)
+    share = tl.load(top_ps + row)
     if share < 1.0:
         total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
         bound = _largest_threshold(
             source, low, nearest, share.to(tl.float64) * total, highest, factor, middle, False, False, SIZE, BLOCK
         )
         low = tl.maximum(low, bound)
-    share = tl.load(min_p + row)
+    share = tl.load(min_ps + row)
     if share > 0.0:
         peak = tl.full([], float("-inf"), tl.float32)
         for start in range(0, SIZE, BLOCK):
@@ -193,14 +193,14 @@ def _rare_filters_kernel(
             x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
             x = tl.where(_is_kept(x, low, nearest, highest, factor, middle), x, float("-inf"))
             peak = tl.maximum(peak, tl.max(x, axis=0))
-        low = tl.maximum(low, peak + heat * tl.log(share))
+        low = tl.maximum(low, peak + temperature * tl.log(share))
     high = tl.full([], float("inf"), tl.float32)
-    chance = tl.load(xtc_probability + row)
+    chance = tl.load(xtc_probabilities + row)
     if chance > 0.0:
-        uniform = uniform_draw(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row), 1)
+        uniform = uniform_draw(tl.load(seeds + row), tl.load(positions + index).to(tl.int64), tl.load(choices + row), 1)
         if uniform <= chance.to(tl.float64):
             total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
-            enough = (tl.load(xtc_threshold + row).to(tl.float64) * total).to(tl.float32)
+            enough = (tl.load(xtc_thresholds + row).to(tl.float64) * total).to(tl.float32)
             for start in range(0, SIZE, BLOCK):
                 ids = start + tl.arange(0, BLOCK)
                 x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
@@ -245,14 +245,14 @@ def filter_rare_rows_reference(
     """`filter_rare_rows` in plain torch, row by row, in float64."""
     for i in range(int(where.num_rows)):
         row = int(where.rows[i])
-        heat = float(settings.temperature[row])
-        if not int(adjustments.integers("duties")[row]) & FILTERS or heat == 0.0:
+        temperature = float(settings.temperature[row])
+        if not int(adjustments.integers("duties")[row]) & FILTERS or temperature == 0.0:
             continue
         x = adjusted[i, : where.vocabulary]
         x.nan_to_num_(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
         if not bool((x > -torch.inf).any()):
             continue
-        scaled = x.double() / heat
+        scaled = x.double() / temperature
         sigmas, k = float(adjustments.floats("top_n_sigma")[row]), int(settings.top_k[row])
         if sigmas > 0.0:
             finite = scaled[scaled > -torch.inf]

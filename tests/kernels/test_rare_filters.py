@@ -136,12 +136,12 @@ def test_broken_rows(device: torch.device) -> None:
     [
         ("sigmas * tl.sqrt(", "tl.sqrt("),
         ("(expected / total)", "(expected)"),
-        ("low = tl.maximum(low, peak + heat * tl.log(share))", "low = peak"),
+        ("low = tl.maximum(low, peak + temperature * tl.log(share))", "low = peak"),
         ("& (x <= high)", "& (x < high)"),
         ("k.to(tl.float64), highest", "k.to(tl.float64) + 1, highest"),
         ("if uniform <= chance.to(tl.float64)", "if uniform > chance.to(tl.float64)"),
         (" >= enough", " > total"),
-        ("tl.load(min_p + row)", "tl.load(top_p + row)"),
+        ("tl.load(min_ps + row)", "tl.load(top_ps + row)"),
     ],
 )
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
