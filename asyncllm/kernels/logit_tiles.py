@@ -80,13 +80,15 @@ def _sum_tiles_kernel(
         x = read_logits(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
     else:  # a look at each id's place costs as much as the sums
         x = clean(tl.load(source + ids))
-    if (is_adjusted == 0) & (tl.load(positions + index) < tl.load(suppress_before + row)):
+    # while the logits are on their way: after them, these reads would take as long again
+    temperature = tl.load(temperatures + row)
+    is_suppressing = tl.load(positions + index) < tl.load(suppress_before + row)
+    if (is_adjusted == 0) & is_suppressing:
         for i in range(0, tl.load(num_suppressed + row)):
             banned = tl.load(suppressed + row * most_suppressed + i)
             x = tl.where(ids == banned, float("-inf"), x)
             tl.store(source + banned, float("-inf"), mask=banned // (TILE * AT_ONCE) == tl.program_id(1))
     top = tl.max(x, axis=1)
-    temperature = tl.load(temperatures + row)
     shift = tl.where(top == float("-inf"), 0.0, top)
     factor = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
     total = tl.sum(tl.exp2((x - shift[:, None]) * factor), axis=1)
@@ -155,19 +157,9 @@ def sum_tiles_reference(
 
 
 @jit
-def tile_weights(
-    tile_maxima: tl.tensor,
-    sums: tl.tensor,
-    highest: tl.tensor,
-    temperature: tl.tensor,
-    TILES: tl.constexpr,
-    TILES_PAD: tl.constexpr,
-) -> tl.tensor:
-    """Of each tile, the sum of exp((logit - highest) / temperature), as float32."""
-    tiles = tl.arange(0, TILES_PAD)
-    weights = tl.load(sums + tiles, mask=tiles < TILES, other=0.0) * tl.exp(
-        (tile_maxima - highest) * (1.0 / temperature)
-    )
+def tile_weights(tile_maxima: tl.tensor, sums: tl.tensor, highest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Of each tile, the sum of exp((logit - highest) / temperature), as float32; from its maximum and its own sum."""
+    weights = sums * tl.exp((tile_maxima - highest) * (1.0 / temperature))
     return tl.where(tile_maxima == float("-inf"), 0.0, weights)
 
 

@@ -180,10 +180,20 @@ def _draw_kernel(
     FEW: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
-    if index >= tl.load(num_rows):
-        return
+    # whatever is of use is read at once: one after another, these reads would take longest
+    count = tl.load(num_rows)
     row = tl.load(rows + index)
+    position = tl.load(positions + index).to(tl.int64)
+    maxima += index * TILES
+    sums += index * TILES
+    tiles = tl.arange(0, TILES_PAD)
+    tile_maxima = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf"))
+    tile_sums = tl.load(sums + tiles, mask=tiles < TILES, other=0.0)
+    if index >= count:
+        return
     temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row)
+    choice = tl.load(choices + row)
     is_adjusted = tl.zeros([], tl.int32)
     filtered = index < 0
     if ADJUSTED:
@@ -196,11 +206,7 @@ def _draw_kernel(
         filtered = ((top_k > 0) & (top_k < VOCABULARY)) | (top_p < 1.0) | (min_p > 0.0)
         if ADJUSTED:
             filtered &= (is_adjusted & _FILTERS) == 0
-    maxima += index * TILES
-    sums += index * TILES
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-    tiles = tl.arange(0, TILES_PAD)
-    tile_maxima = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf"))
     highest = tl.max(tile_maxima, axis=0)
     token = tl.zeros([], tl.int32)
     wide = tl.zeros([], tl.int32)
@@ -212,8 +218,8 @@ def _draw_kernel(
         token = tile * TILE + tl.min(tl.where(x == highest, places, TILE - 1), axis=0)
     else:
         highest = tl.where(highest == float("-inf"), 0.0, highest)  # a broken row: its difference to itself is a number
-        uniform = uniform_draw(tl.load(seeds + row), tl.load(positions + index).to(tl.int64), tl.load(choices + row), 0)
-        weights = tile_weights(tile_maxima, sums, highest, temperature, TILES, TILES_PAD)
+        uniform = uniform_draw(seed, position, choice, 0)
+        weights = tile_weights(tile_maxima, tile_sums, highest, temperature)
         if filtered == 0:
             token = draw_from_tiles(
                 source, adjusted, is_adjusted, weights.to(tl.float64), highest, float("-inf"), uniform, temperature,

@@ -313,7 +313,7 @@ def _draw_wide_kernel(
     tile_maxima = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf"))
     highest = tl.max(tile_maxima, axis=0)
     factor = 1.0 / temperature
-    weights = tile_weights(tile_maxima, sums, highest, temperature, TILES, TILES_PAD)
+    weights = tile_weights(tile_maxima, tl.load(sums + tiles, mask=tiles < TILES, other=0.0), highest, temperature)
     total = tl.sum(weights.to(tl.float64), axis=0)
     threshold = lower_bound(
         tile_maxima, highest, tl.sum(weights, axis=0), temperature, top_k, top_p, min_p, VOCABULARY, TILES, TILES_PAD
@@ -353,7 +353,7 @@ def _draw_wide_kernel(
     begin = tl.load(ends + tiles - 1, mask=(tiles < TILES) & (tiles > 0), other=0)
     listed = tl.load(reached + end - 1, mask=end > begin, other=0.0)
     listed -= tl.load(reached + begin - 1, mask=(end > begin) & (begin > 0), other=0.0)
-    weights = tile_weights(tile_maxima, sums, highest, temperature, TILES, TILES_PAD)
+    weights = tile_weights(tile_maxima, tl.load(sums + tiles, mask=tiles < TILES, other=0.0), highest, temperature)
     uniform = uniform_draw(tl.load(seeds + row), tl.load(positions + index).to(tl.int64), tl.load(choices + row), 0)
     token = draw_from_tiles(
         source, adjusted, is_adjusted, weights.to(tl.float64) + listed, highest, threshold, uniform, temperature,

@@ -59,7 +59,7 @@ def test_maxima_and_sums(dtype: torch.dtype, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("banned // (TILE * AT_ONCE) == tl.program_id(1)", "banned // TILE == tl.program_id(1)"),
-        ("(is_adjusted == 0) & (tl.load(positions", "(tl.load(positions"),
+        ("(is_adjusted == 0) & is_suppressing", "is_suppressing"),
         ("tl.where(temperature > 0.0, temperature, 1.0)\n    total", "1.0\n    total"),
         ("first_own = tl.where(is_adjusted == 0", "first_own = tl.where(is_adjusted != 0"),
     ],

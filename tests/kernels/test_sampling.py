@@ -134,7 +134,7 @@ def test_random_settings(seed: int, device: torch.device) -> None:
         ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
         ("kept = tl.where(x >= threshold, weights, 0.0)", "kept = tl.where(x > threshold, weights, 0.0)"),
         ("0.0, top_p * total, threshold", "0.0, top_p, threshold"),
-        ("tl.load(choices + row), 0)", "tl.load(choices + row) + 1, 0)"),
+        ("seed, position, choice, 0", "seed, position, choice + 1, 0"),
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
