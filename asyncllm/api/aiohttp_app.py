@@ -71,7 +71,7 @@ def create_aiohttp_app(
 class _Shell:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._running: dict[asyncio.Task[Any], web.Request] = {}
+        self._running: dict[asyncio.Task[Any], asyncio.Transport | None] = {}  # and the connection; None: it was lost
         self._some = asyncio.Event()
 
     async def watch(self) -> None:
@@ -79,8 +79,8 @@ class _Shell:
         while True:
             await self._some.wait()
             await asyncio.sleep(LOOK_EVERY)
-            for task, request in self._running.items():
-                if request.transport is None or request.transport.is_closing():
+            for task, transport in self._running.items():
+                if transport is None or transport.is_closing():
                     task.cancel()  # as aiohttp itself does with `handler_cancellation`
             if not self._running:
                 self._some.clear()
@@ -96,7 +96,7 @@ class _Shell:
         """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
-        self._running[task] = request
+        self._running[task] = request.transport
         self._some.set()
         try:
             return await self._serve(request)
