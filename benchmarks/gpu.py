@@ -39,7 +39,7 @@ from asyncllm.workloads import (
     percentile,
     table_row,
 )
-from benchmarks.child import CHECK, FIRST
+from benchmarks.child import CHECK, FIRST, settle_heap
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
 from benchmarks.model_folders import model_folder, model_names
 from benchmarks.startup import process_age
@@ -161,6 +161,7 @@ async def measure_model(folder: Path, order: Order, report: Report, path: Path) 
         await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
         report.start_seconds = process_age()
         report.memory_bytes = dict(engine.statistics().memory_bytes)
+        settle_heap()
         print(f"start-up {report.start_seconds:.1f} s, {captures.count} graphs; {memory(report)}", flush=True)
         print(
             " | ".join([*COLUMNS, "steps", "µs a step: schedule, launch, wait, apply, deliver", "graphs"]), flush=True
