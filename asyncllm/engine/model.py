@@ -11,9 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.compile_processes import CompileProcesses
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
@@ -82,18 +84,21 @@ class NamedModel:
     async def __call__(self, config: EngineConfig, workers: Executor) -> ServedModel:
         """As `ModelLoader`."""
         try:
-            return await _load(self.name, config, workers)
+            with CompileProcesses() as processes:
+                return await _load(self.name, config, workers, processes)
         except AsyncLLMError:
             raise
         except Exception as error:  # what a damaged model makes of the packages that read it
             raise ModelLoadError(f"{self.name} cannot be loaded: {error!r}") from error
 
 
-async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedModel:
+async def _load(name: str, config: EngineConfig, workers: Executor, processes: CompileProcesses) -> ServedModel:
     from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
 
     loop = asyncio.get_running_loop()
     source = await loop.run_in_executor(workers, resolve_source, name, config)
+    if config.device != "cpu" and _has_nvidia_driver():
+        processes.start()  # they take as long to come up as torch does
     defaults = sampling_defaults(source.generation_config) if config.model_defaults else {}
     ends = [source.generation_config.get("eos_token_id"), source.config.get("eos_token_id")]
     tokenizer = await loop.run_in_executor(workers, _load_tokenizer, source)
@@ -103,8 +108,13 @@ async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedMod
         ends.append(tokenizer.eos_token_ids)
     from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch, so not for a wrong name
 
-    runner, facts = await load_runner(source, config)  # last: whatever fails before it has nothing to give back
+    runner, facts = await load_runner(source, config, processes)  # last: whatever fails before it has nothing to give back
     return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
+
+
+def _has_nvidia_driver() -> bool:
+    """Whether there may be a GPU for our kernels, as far as one can tell without loading torch."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:

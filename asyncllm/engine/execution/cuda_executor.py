@@ -301,10 +301,15 @@ class CudaExecutor:
         with self._space.entered():
             kept += self._rows.adjustments.take_chunks(plan.chunks)
             if len(plan.copies):
-                pairs = host_words(plan.copies, self._cache.device)
-                copy_blocks(self._cache, pairs)
-                kept += (pairs,)
+                kept += (self.copy_blocks(plan.copies),)
         return kept
+
+    def copy_blocks(self, pairs: Int32Array) -> Tensor:
+        """Launch the copies of blocks to others, in pairs [c, 2]. Keep what is returned until the device has passed
+        this."""
+        words = host_words(pairs, self._cache.device)
+        copy_blocks(self._cache, words)
+        return words
 
     def _forget_outgrown(self) -> None:
         """Rare: a request asks for what none has before, or has more suppressed ids, biases or named ids."""
