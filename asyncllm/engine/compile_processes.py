@@ -94,7 +94,8 @@ class CompileProcesses:
                 connection.send_bytes(job)
                 answer = connection.recv_bytes()
             except (EOFError, OSError):
-                connection = self._lose(connection)
+                self._lose(connection)
+                connection = None
         if connection is not None or not self._alive:
             self._free.put(connection)
         if self._closed:

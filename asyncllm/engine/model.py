@@ -108,7 +108,8 @@ async def _load(name: str, config: EngineConfig, workers: Executor, processes: C
         ends.append(tokenizer.eos_token_ids)
     from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch, so not for a wrong name
 
-    runner, facts = await load_runner(source, config, processes)  # last: whatever fails before it has nothing to give back
+    # last: whatever fails before it has nothing to give back
+    runner, facts = await load_runner(source, config, processes)
     return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
 
 

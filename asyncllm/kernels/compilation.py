@@ -2,8 +2,8 @@
 
 A kernel is compiled at its first launch, and again for arguments of another kind: other types, constants or alignment,
 and integers that are one or divisible by 16, but for those that it names to `jit_unspecialized`. Within
-`Compilation.launches` a launch is not run, but has its kernel compiled by the threads of a pool. What is not in the cache
-that Triton keeps on disk, a thread has a `Compiler` compile into it: a process of its own each, since Triton holds the
+`Compilation.launches` a launch is not run, but has its kernel compiled by the threads of a pool. What is not in the
+cache that Triton keeps on disk, a thread has a `Compiler` compile into it, in a process of its own: Triton holds the
 interpreter lock while it makes its own representation of a kernel.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -61,7 +61,8 @@ class Compilation:
         """What this thread launches of our kernels within is not run but compiled: the list is of what there is to wait
         for. Tensors may be on the device "meta". Other work of the thread is done as ever. Not under the interpreter,
         which compiles nothing."""
-        self._launched = launched = []
+        launched: list[Future[None]] = []
+        self._launched = launched
         token = _compilation.set(self)
         try:
             yield launched
@@ -120,6 +121,7 @@ class CompiledKernel(JITFunction):  # type: ignore[misc]  # triton is untyped
     """A kernel that may be compiled without being launched."""
 
     def create_binder(self) -> Any:
+        """As Triton's, and sets what it is compiled by."""
         binder = super().create_binder()
         self.ASTSource = _Source
         self.compile = _compile
@@ -127,6 +129,7 @@ class CompiledKernel(JITFunction):  # type: ignore[misc]  # triton is untyped
 
     @property
     def cache_key(self) -> str:
+        """As Triton's."""
         with _parsing:
             key: str = super().cache_key
             return key
@@ -246,8 +249,3 @@ def _run(job: _Job) -> _Answer:
         import_module("triton.backends.nvidia.driver").CudaLauncher(source, kernel.metadata)
     return _Answer(times[0].total / 1e6, times[0].ir_initialization / 1e6)
 
-
-def wait_for(kernels: Iterable[Future[None]]) -> None:
-    """Until they are compiled. Raises what a compilation has raised."""
-    for kernel in kernels:
-        kernel.result()

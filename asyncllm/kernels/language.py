@@ -1,8 +1,8 @@
 """The language that the kernels are written in. Where Triton is missing (macOS, Windows), modules still import.
 
 Triton is imported only here and in `compilation`, which says when a kernel is compiled. Without it a kernel is a
-placeholder, and launching it raises `ModuleNotFoundError`. Compiled for a GPU; under `TRITON_INTERPRET=1`, set before the
-first import, kernels run on CPU tensors instead.
+placeholder, and launching it raises `ModuleNotFoundError`. Compiled for a GPU; under `TRITON_INTERPRET=1`, set before
+the first import, kernels run on CPU tensors instead.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution import loading
 from asyncllm.engine.compile_processes import CompileProcesses
+from asyncllm.engine.execution import loading
 from asyncllm.engine.execution.loading import load_runner
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import CacheGroup
