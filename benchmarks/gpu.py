@@ -3,8 +3,8 @@
     python -m benchmarks.gpu llama-3.1-8b [--workload single] [--passes 2] [--profile] [--check] [--output FILE]
 
 The model is a folder of `benchmarks/models`. Start-up counts from the start of this process to the first token. Every
-pass has tokens of its own, so that the prefix cache is cold but for what a workload itself shares; graphs that the
-engine captures meanwhile are counted, and kernels. The file is written anew after each workload, each profile and the check.
+pass has tokens of its own, so that the prefix cache is cold but for what a workload itself shares; graphs and kernels
+that the engine makes meanwhile are counted. The file is written anew after each workload, each profile and the check.
 """
 
 from __future__ import annotations
