@@ -268,6 +268,14 @@ class CudaExecutor:
             others = sum(size for name, size in self._memory.items() if name != "graphs")
             self._memory["graphs"] = max(0, self._space.reserved_bytes() - others)
 
+    def capture_unrun(self, plan: StepPlan) -> None:
+        """Make a graph of steps like this one, if they lack it, without running it: all its kernels are loaded, and
+        there is memory for what passes between them."""
+        kind = self._kind(plan)
+        if kind not in self._graphs:
+            self._uncaptured = kind
+            self.capture()
+
     def recover(self, turn: int) -> None:
         """After an `enqueue` that raised half-way: wait for what was launched of it, and go on at `turn`."""
         with self._space.entered():

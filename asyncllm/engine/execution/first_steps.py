@@ -68,16 +68,23 @@ class FirstSteps:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> int:
-        """Run and capture them, once they are compiled. Returns the ring's line of the next step."""
+        """Capture them, once they are compiled, and run the largest of each kind: smaller ones launch the same kernels,
+        and are captured unrun. Returns the ring's line of the next step."""
         self._wait_for(self._needed, "the first steps' kernels")
-        executor, started = self._executor, time.monotonic()
-        for index, plan in enumerate(self._thread.interruptible(self._plans)):
-            kept = executor.enqueue(plan, index % STEPS)
+        executor, started, turn = self._executor, time.monotonic(), 0
+        largest = {bool(plan.chunks): plan for plan in reversed(self._plans)}
+        running = {id(plan) for plan in (*largest.values(), self._plans[-1])}
+        for plan in self._thread.interruptible(self._plans):
+            if id(plan) not in running:
+                executor.capture_unrun(plan)
+                continue
+            kept = executor.enqueue(plan, turn)
             executor.capture()
             executor.stream.synchronize()
             del kept
-        logger.debug("ran %d first steps in %.2f s", len(self._plans), time.monotonic() - started)
-        return len(self._plans) % STEPS
+            turn = (turn + 1) % STEPS
+        logger.debug("captured %d first steps in %.2f s", len(self._plans), time.monotonic() - started)
+        return turn
 
     def _wait_for(self, kernels: Sequence[Future[None]], name: str) -> None:
         started = time.monotonic()
