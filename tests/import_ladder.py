@@ -43,7 +43,6 @@ LADDER: tuple[tuple[str, ...], ...] = (
         "engine.workers",
         "engine.command_queue",
         "engine.side_work",
-        "engine.compile_processes",
     ),
     ("models",),
     ("layers",),

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.compile_processes import CompileProcesses
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
@@ -84,21 +83,20 @@ class NamedModel:
     async def __call__(self, config: EngineConfig, workers: Executor) -> ServedModel:
         """As `ModelLoader`."""
         try:
-            with CompileProcesses() as processes:
-                return await _load(self.name, config, workers, processes)
+            with HeadStart() as head_start:
+                return await _load(self.name, config, workers, head_start)
         except AsyncLLMError:
             raise
         except Exception as error:  # what a damaged model makes of the packages that read it
             raise ModelLoadError(f"{self.name} cannot be loaded: {error!r}") from error
 
 
-async def _load(name: str, config: EngineConfig, workers: Executor, processes: CompileProcesses) -> ServedModel:
+async def _load(name: str, config: EngineConfig, workers: Executor, head_start: HeadStart) -> ServedModel:
     from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
 
     loop = asyncio.get_running_loop()
     source = await loop.run_in_executor(workers, resolve_source, name, config)
-    if config.device != "cpu" and _has_nvidia_driver():
-        processes.start()  # they take as long to come up as torch does
+    head_start.begin(config.device)
     defaults = sampling_defaults(source.generation_config) if config.model_defaults else {}
     ends = [source.generation_config.get("eos_token_id"), source.config.get("eos_token_id")]
     tokenizer = await loop.run_in_executor(workers, _load_tokenizer, source)
@@ -109,13 +107,8 @@ async def _load(name: str, config: EngineConfig, workers: Executor, processes: C
     from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch, so not for a wrong name
 
     # last: whatever fails before it has nothing to give back
-    runner, facts = await load_runner(source, config, processes)
+    runner, facts = await load_runner(source, config, head_start)
     return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
-
-
-def _has_nvidia_driver() -> bool:
-    """Whether there may be a GPU for our kernels, as far as one can tell without loading torch."""
-    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:

@@ -244,7 +244,7 @@ def _run(job: _Job) -> _Answer:
     triton.knobs.compilation.listener = lambda **told: times.append(told["times"])
     source = _Source(getattr(import_module(job.module), job.kernel), job.signature, job.constants, job.attributes)
     kernel = triton.compile(source, target=job.target, options=job.options)
-    # Before 3.7 Triton had a C compiler make a launcher of each kernel, kept in the same cache. It needs libcuda.
+    # Triton 3.6 has a C compiler make a launcher of each kernel, kept in the same cache. That needs libcuda.
     with suppress(Exception):
         import_module("triton.backends.nvidia.driver").CudaLauncher(source, kernel.metadata)
     return _Answer(times[0].total / 1e6, times[0].ir_initialization / 1e6)

@@ -57,16 +57,27 @@ def main(host: int, descriptors: Iterable[int]) -> None:
 
 def _load() -> None:
     """What every fork needs, and would take a second to make for itself."""
-    # Triton's own files, hundreds of megabytes, are hashed for the names that its cache has for kernels.
-    hashing = threading.Thread(target=import_module("triton.runtime.cache").triton_key)
-    hashing.start()
+    import_module("triton")  # whole, before there are threads: imports of two that need each other's modules fail
+    threads = [threading.Thread(target=work) for work in (_name_kernels, _compile_utilities)]
+    for thread in threads:
+        thread.start()
     for module in pkgutil.iter_modules(asyncllm.kernels.__path__, "asyncllm.kernels."):
         if module.name != "asyncllm.kernels.compile_worker":
             import_module(module.name)
-    for name in ("triton.compiler.code_generator", "triton.backends.nvidia.compiler", "triton.language.extra.cuda"):
-        import_module(name)
-    hashing.join()  # only one thread may be there when we fork
+    for thread in threads:  # nobody forks beside another thread
+        thread.join()
     gc.freeze()  # so that collections of the forks leave alone what they share
+
+
+def _name_kernels() -> None:
+    """Triton reads all of itself, hundreds of megabytes, for the names of what it compiles."""
+    import_module("triton.runtime.cache").triton_key()
+
+
+def _compile_utilities() -> None:
+    """Triton has a C compiler make its binding of the driver, kept in the same cache: the host needs it first of all."""
+    with suppress(Exception):
+        import_module("triton.backends.nvidia.driver").CudaUtils()
 
 
 def _work(connection: Connection) -> None:

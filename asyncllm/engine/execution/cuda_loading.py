@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_device import CudaSpace
 from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.first_steps import LEAST_LENGTH, FirstSteps, first_plans
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.kv_cache import allocate_device_cache
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import choose_sizes, dtype_name, megabytes
@@ -58,11 +58,11 @@ class _Order:
     source: ModelSource
     config: EngineConfig
     thread: DeviceThread
-    processes: CompileProcesses
+    head_start: HeadStart
 
 
 async def load_cuda_runner(
-    source: ModelSource, config: EngineConfig, device: torch.device, processes: CompileProcesses
+    source: ModelSource, config: EngineConfig, device: torch.device, head_start: HeadStart
 ) -> tuple[Runner, ModelFacts]:
     """Load a model onto `device` and make it ready to run. Called on the engine's loop; a thread does the work.
 
@@ -70,7 +70,7 @@ async def load_cuda_runner(
     """
     torch.cuda.set_device(device)  # of this thread, which launches the steps
     thread = DeviceThread("asyncllm-cuda-load")
-    loaded = await thread.bring_up(partial(_load, _Order(source, config, thread, processes), device))
+    loaded = await thread.bring_up(partial(_load, _Order(source, config, thread, head_start), device))
     # The thread ends here, so that this one gets its handle of cuBLAS, and with it the workspace in use.
     await thread.aclose()
     return CudaRunner(loaded.executor, loaded.ring, loaded.turn), loaded.facts
@@ -133,7 +133,7 @@ def _build(order: _Order, model_config: ModelConfig, space: CudaSpace) -> Loaded
         executor = CudaExecutor(space, program, rows, ring, cache)
     plans = first_plans(config.max_num_seqs, sizes.max_batched_tokens, length)
     first = FirstSteps(executor, plans, order.thread)
-    with first.compiling(order.processes, row_sizes, processed_logprobs=processed):
+    with first.compiling(order.head_start, row_sizes, processed_logprobs=processed):
         with space.entered():
             if source.load_format == "dummy":
                 fill_weights(model)

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from asyncllm.engine.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes
 from asyncllm.engine.execution.cuda_runner import STEPS
 from asyncllm.engine.execution.device_rows import RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.head_start import HeadStart, name_kernels
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels.compilation import Compilation, load_kernel
@@ -39,23 +39,27 @@ class FirstSteps:
         self._plans = plans
         self._thread = thread
         self._needed: list[Future[None]] = []
-        self._rare: list[Future[None]] = []
 
     @contextmanager
-    def compiling(self, processes: CompileProcesses, sizes: RowSizes, *, processed_logprobs: bool) -> Iterator[None]:
+    def compiling(self, head_start: HeadStart, sizes: RowSizes, *, processed_logprobs: bool) -> Iterator[None]:
         """Begin to compile; at the end all is compiled, what rare requests need too."""
-        started = time.monotonic()
+        started, processes = time.monotonic(), head_start.processes
+        head_start.wait()
+        name_kernels()  # not at once on many threads
         pool = ThreadPoolExecutor(
             processes.count, "asyncllm-compile", torch.cuda.set_device, (self._executor.stream.device,)
         )
         try:
             compilation = Compilation(pool, processes, load_kernel)
-            with compilation.launches() as self._needed:
-                # one token brings soon what takes longest, which is sampling
-                for plan in (min(self._plans, key=lambda plan: plan.num_tokens), *self._plans):
-                    self._executor.enqueue(plan, 0)
-            with compilation.launches() as self._rare:
+            # What takes longest to compile comes first: sampling, in one token's step and then of rare requests.
+            with compilation.launches() as needed:
+                self._executor.enqueue(min(self._plans, key=lambda plan: plan.num_tokens), 0)
+            with compilation.launches() as rare:
                 launch_rare_kernels(self._executor, sizes, processed_logprobs=processed_logprobs)
+            with compilation.launches() as others:
+                for plan in self._plans:
+                    self._executor.enqueue(plan, 0)
+            self._needed = [*needed, *others]
             logger.debug(
                 "kernels of %d kinds launched in %.2f s, to be compiled by %d processes",
                 len(compilation.kinds),
@@ -63,7 +67,7 @@ class FirstSteps:
                 processes.count,
             )
             yield
-            self._wait_for(self._rare, "rare kernels")
+            self._wait_for(rare, "rare requests' kernels")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine import compile_processes
-from asyncllm.engine.compile_processes import CompileProcesses
+from asyncllm.engine.execution import compile_processes
+from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.first_steps import first_plans

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm.engine import compile_processes
-from asyncllm.engine.compile_processes import CompileProcesses
+from asyncllm.engine.execution import compile_processes
+from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.errors import ModelLoadError
 from asyncllm.kernels.language import TRITON_AVAILABLE
 
@@ -134,7 +134,7 @@ def test_what_was_never_asked_ends_at_once() -> None:
 
 HOST = """
 import os, pickle, sys, threading, time
-from asyncllm.engine.compile_processes import CompileProcesses
+from asyncllm.engine.execution.compile_processes import CompileProcesses
 
 class Call:
     def __reduce__(self):
