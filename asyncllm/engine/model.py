@@ -92,7 +92,7 @@ class NamedModel:
 
 
 async def _load(name: str, config: EngineConfig, workers: Executor, head_start: HeadStart) -> ServedModel:
-    from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
+    from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings safetensors
 
     loop = asyncio.get_running_loop()
     source = await loop.run_in_executor(workers, resolve_source, name, config)

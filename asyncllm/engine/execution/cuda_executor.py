@@ -54,9 +54,12 @@ def graph_sizes(max_tokens: int) -> list[int]:
 
 
 def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
-    """Those that get a graph at the start, the largest first: steps of any other size then need not wait for theirs."""
+    """Those that get a graph at the start, the largest first: all where steps only decode, else so many that steps of
+    any other size need not wait for theirs."""
     sizes = graph_sizes(max_tokens)
-    powers = [1 << i for i in range(4 if chunks else 0, GRAPH_TOKENS.bit_length())]
+    if not chunks:
+        return sizes[::-1]
+    powers = [1 << i for i in range(4, GRAPH_TOKENS.bit_length())]
     halves = [3 * power for power in powers if power >= 128]
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
 
