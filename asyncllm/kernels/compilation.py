@@ -248,4 +248,3 @@ def _run(job: _Job) -> _Answer:
     with suppress(Exception):
         import_module("triton.backends.nvidia.driver").CudaLauncher(source, kernel.metadata)
     return _Answer(times[0].total / 1e6, times[0].ir_initialization / 1e6)
-

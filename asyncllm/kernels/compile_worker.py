@@ -75,7 +75,7 @@ def _name_kernels() -> None:
 
 
 def _compile_utilities() -> None:
-    """Triton has a C compiler make its binding of the driver, kept in the same cache: the host needs it first of all."""
+    """Triton has a C compiler make its binding of the driver, kept in the same cache. The host needs it first."""
     with suppress(Exception):
         import_module("triton.backends.nvidia.driver").CudaUtils()
 

@@ -21,7 +21,8 @@ from asyncllm.errors import ModelLoadError
 logger = logging.getLogger("asyncllm")
 
 MOST = 16
-"""Processes at once, or as many as there are processors. Each takes one for some seconds, and about 200 MB."""
+"""Processes at once, or as many as there are processors. They share some 300 MB, and each takes a processor for some
+seconds."""
 _LAST_MOMENT = 5.0
 """Seconds that they may take to leave."""
 

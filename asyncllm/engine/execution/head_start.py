@@ -13,6 +13,9 @@ from typing import Self
 from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_driver import cuda_driver
 
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+"""One of them is there where NVIDIA's driver is: on Linux, and on Linux within Windows."""
+
 
 class HeadStart:
     """From `begin` to `close`. Before, it holds processes that compile nothing. What fails here is not told: it is done
@@ -35,7 +38,7 @@ class HeadStart:
     def begin(self, device: str) -> None:
         """If the setting `device` may mean a GPU. Once, and on the thread that is to import torch: two threads must not
         import at once what imports each other."""
-        if device == "cpu" or not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
+        if device == "cpu" or not any(Path(path).exists() for path in DRIVERS):
             return
         self.processes.start()
         with suppress(ModuleNotFoundError):
