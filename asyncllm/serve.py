@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -133,6 +134,8 @@ async def _serve(settings: ServeSettings) -> int:
             if signals.first.is_set():
                 return OK
             await start
+            gc.collect()
+            gc.freeze()  # what is loaded stays: no collection beside streams looks through it, for up to 0.1 s
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
             try:
