@@ -88,9 +88,7 @@ def test_gated_linear(rows: int, activation: str, ours: bool, bias: bool, device
     if ours and isinstance(gated.linear, KernelLinear):
         gated.linear.table = tabled(Product(OUT, IN, gated=True), rows)
     x = torch.randn(rows, IN, device=device)
-    torch.testing.assert_close(
-        gated.normed(Residual(x), norm), plain.normed(Residual(x), norm), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(gated.normed(Residual(x), norm), plain.normed(Residual(x), norm), rtol=1e-4, atol=1e-5)
     assert [name for name, _ in gated.slots("p.")] == [name for name, _ in plain.slots("p.")]
 
 
