@@ -55,6 +55,7 @@ class EngineStatistics:
     requests_finished: int = 0
     requests_aborted: int = 0
     preemptions: int = 0
+    restarts: int = 0  # processes of `isolation="process"` that took the place of one that had died
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by kind: weights, cache, …
     step_times: StepTimes = field(default_factory=StepTimes)
 

@@ -47,7 +47,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def checked_strings(name: str, value: str | Sequence[str], most: int, most_characters: int) -> tuple[str, ...]:
-    """Strings, none of them empty; a string by itself counts as one."""
+    """Strings, none of them empty, none with a lone surrogate, which no text has; a string by itself counts as one."""
     if type(value) in _LISTS and not value:
         return ()
     strings = (value,) if isinstance(value, str) else value
@@ -57,6 +57,11 @@ def checked_strings(name: str, value: str | Sequence[str], most: int, most_chara
         raise InvalidParamsError(f"{name} holds an empty string, which is in every text")
     if len(strings) > most or sum(map(len, strings)) > most_characters:
         raise InvalidParamsError(f"{name} may hold at most {most} strings of {most_characters} characters in all")
+    for string in strings:
+        try:
+            string.encode()
+        except UnicodeEncodeError:
+            raise InvalidParamsError(f"{name} must be valid Unicode, got {string!a:.80}") from None
     return tuple(strings)
 
 

@@ -135,7 +135,7 @@ async def _serve(settings: ServeSettings) -> int:
                 return OK
             await start
             gc.collect()
-            gc.freeze()  # what is loaded stays: no collection between two tokens need look through it
+            gc.freeze()  # what is loaded stays: no collection beside streams looks through it, for up to 0.1 s
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
             try:

@@ -15,7 +15,7 @@ What a host and its clients see:
 
 - `host`       the rate beside a host that spins or sleeps, by isolation
 - `serving`    chat streams over HTTP without a model, by isolation
-- `http`       chat streams over HTTP from a real model: `asyncllm serve` as it is
+- `http`       chat streams over HTTP from a real model, by kinds of server
 
 Where time and memory go:
 
@@ -31,5 +31,6 @@ Kernels and forms:
 - `tune`       writes the table of the fastest products that the engine ships
 - `structured`   compile and mask times, and what grammars make possible
 
-`child` is one engine of a comparison, in a process of its own. `skeleton` writes a model's folder without its weights.
+`child` is one engine of a comparison, in a process of its own, and `http_server` what `http` measures. `skeleton`
+writes a model's folder without its weights.
 """

@@ -1,51 +1,59 @@
-"""Chat streams over HTTP from a real model: `asyncllm serve` in one process, all clients in another.
+"""Chat streams over HTTP from a real model: the server in one process, its clients in others.
 
-    python -m benchmarks.http [MODEL] [--streams 1 64 256] [--tokens 256] [--output FILE] [-- --load-format dummy]
+    python -m benchmarks.http [MODEL] [--streams 1 64 256] [--tokens 256] [--kinds process thread uvicorn engine]
+                              [--clients 4] [--output FILE] [-- --load-format dummy]
 
 What follows `--` are flags of `asyncllm serve`. MODEL is SmolLM2 of the installed package by default; a folder of
-`benchmarks.skeleton` needs `--load-format dummy`. Times are a client's: to the first event with text, counted from the
-connection, and between two events of one stream. Tokens are those of `usage`.
+`benchmarks.skeleton` needs `--load-format dummy`. Kinds: `asyncllm serve` with its engine in a process, as it is by
+default, or in a thread; the ASGI app under uvicorn; and the engine alone, for what HTTP costs of its rate. They start
+side by side, and each is measured while the others rest: on a GPU that they share, `--kv-cache-memory` must leave room
+for all of them, and kernels had better be in Triton's cache.
+
+Times are a client's: to the first event with text, counted from the connection, and between two events of one stream.
+Tokens are those of `usage`. The processor time of the server's busiest threads, and of the busiest process of clients,
+are shares of the time that the streams took: whatever is near 100 % bounds the rate.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from asyncllm.cli import find_smollm2
-from asyncllm.workloads import percentile
+from benchmarks.http_clients import Crowd, StreamFigures, crowd
+from benchmarks.http_server import KINDS, MeasuredProcess, measured
 
-READY = re.compile(r"on http://([\d.]+):(\d+)")
-DONE = b"data: [DONE]"
-TEXT = b'"content":"'
-USAGE = re.compile(rb'"completion_tokens":(\d+)')
+BUSY = 0.03
+"""The least share of a thread that is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamFigures:
-    """So many streams at once. Times in seconds."""
+class Run:
+    """So many streams at once from one kind of server."""
 
-    streams: int
-    tokens: int
-    seconds: float  # from the first connection to the last event
-    first_token: tuple[float, float]  # p50, p99
-    gap: tuple[float, float]
+    kind: str
+    figures: StreamFigures
+    thread_loads: dict[str, float]  # processor time in the time that it took
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second of all streams."""
-        return self.tokens / self.seconds
+    def row(self) -> str:
+        """The cells of `COLUMNS`."""
+        found = self.figures
+        times = " | ".join(f"{1000 * seconds:.1f} ms" for seconds in (*found.first_token, *found.gap))
+        loads = ", ".join(f"{name} {load:.0%}" for name, load in self.thread_loads.items())
+        processor = 1e6 * sum(self.thread_loads.values()) * found.seconds / found.tokens
+        return (
+            f"{self.kind} | {found.streams} | {found.rate:,.0f} | {times} | {processor:.1f} µs | {loads}; clients "
+            f"{found.client_load:.0%}"
+        )
+
+
+COLUMNS = "kind | streams | tok/s | TTFT p50 | p99 | ITL p50 | p99 | processor time a token | busy threads"
 
 
 @dataclass(slots=True)
@@ -54,108 +62,20 @@ class Report:
 
     command: str
     model: str
-    start_seconds: float  # from exec until the server listens
-    figures: list[StreamFigures] = field(default_factory=list)
+    start_seconds: dict[str, float] = field(default_factory=dict)  # by kind: until all up to it take requests
+    runs: list[Run] = field(default_factory=list)
 
 
-class Client(asyncio.Protocol):
-    """Sends one request and notes when its events come."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._tail = b""
-        self._begun = False
-        self.started = time.perf_counter()
-        self.times: list[float] = []  # of deliveries with text
-        self.tokens = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        if not self._begun and not data.startswith(b"HTTP/1.1 200"):
-            return self._fail(ConnectionError(data.decode(errors="replace")))
-        self._begun = True
-        if TEXT in data:
-            self.times.append(time.perf_counter())
-        self._tail = (self._tail + data)[-1000:]
-        if DONE in self._tail and not self.done.done():
-            usage = USAGE.search(self._tail)
-            if usage is None or not self.times:
-                return self._fail(ConnectionError(f"a stream ended without usage or text: {self._tail!r}"))
-            self.tokens = int(usage[1])
-            self.done.set_result(None)
-            self._transport.close()
-        return None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._fail(error or ConnectionError("the server closed the connection"))
-
-    def _fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-        self._transport.close()
-
-
-def chat_request(number: int, tokens: int) -> bytes:
-    """A chat of its own, so that no more than the template's beginning is cached."""
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": f"{number} is a number. Write a long story about it."}],
-            "max_tokens": tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "seed": number,
-        }
-    ).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-async def drive(port: int, streams: int, tokens: int, first: int) -> StreamFigures:
-    """All at once; raises `ConnectionError` where one is not answered."""
-    loop = asyncio.get_running_loop()
-    start = time.perf_counter()
-    connections = [
-        loop.create_connection(partial(Client, chat_request(number, tokens)), "127.0.0.1", port)
-        for number in range(first, first + streams)
-    ]
-    clients = [client for _, client in await asyncio.gather(*connections)]
-    await asyncio.gather(*(client.done for client in clients))
-    seconds = time.perf_counter() - start
-    firsts = [client.times[0] - client.started for client in clients]
-    gaps = [after - before for client in clients for before, after in pairwise(client.times)]
-    return StreamFigures(
-        streams=streams,
-        tokens=sum(client.tokens for client in clients),
-        seconds=seconds,
-        first_token=(percentile(firsts, 50), percentile(firsts, 99)),
-        gap=(percentile(gaps, 50), percentile(gaps, 99)),
-    )
-
-
-@contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[int]:
-    """`asyncllm serve` and its port; raises RuntimeError where it does not come up."""
-    command = [sys.executable, "-m", "asyncllm", "serve", model, "--port", "0", "--log-level", "warning", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            said = []
-            for line in server.stderr:
-                said.append(line)
-                if (found := READY.search(line)) is not None:
-                    yield int(found[2])
-                    return
-            raise RuntimeError(f"the server ended: {''.join(said)}")
-        finally:
-            server.terminate()
-            server.stderr.read()
+def measure(server: MeasuredProcess, clients: Crowd, streams: int, tokens: int, first: int) -> Run:
+    """The chats from the number `first` on."""
+    before = server.thread_seconds()
+    drive = server.read if server.kind == "engine" else None
+    found = drive(streams, tokens, first) if drive else clients.drive(server.port, streams, tokens, first)
+    loads = {
+        name: (seconds - before.get(name, 0.0)) / found.seconds for name, seconds in server.thread_seconds().items()
+    }
+    busy = sorted(((load, name) for name, load in loads.items() if load >= BUSY), reverse=True)
+    return Run(kind=server.kind, figures=found, thread_loads={name: load for load, name in busy})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,23 +86,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=find_smollm2())
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 64, 256))
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=("process",))
+    parser.add_argument("--clients", type=int, default=4, help="processes")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(given)
-    start = time.perf_counter()
-    with serving(chosen.model, flags) as port:
-        command = " ".join(["python -m benchmarks.http", *given, *(["--", *flags] if flags else [])])
-        report = Report(command, chosen.model, time.perf_counter() - start)
-        print(f"start-up {report.start_seconds:.1f} s\nstreams | tok/s | TTFT p50 | p99 | ITL p50 | p99", flush=True)
-        asyncio.run(drive(port, 4, 16, 0))  # the first use of everything
-        first = 4
-        for streams in chosen.streams:
-            found = asyncio.run(drive(port, streams, chosen.tokens, first))
-            first += streams
-            times = " | ".join(f"{1000 * seconds:.1f} ms" for seconds in (*found.first_token, *found.gap))
-            print(f"{streams} | {found.rate:,.0f} | {times}", flush=True)
-            report.figures.append(found)
-            if chosen.output:
-                chosen.output.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+    command = " ".join(["python -m benchmarks.http", *given, *(["--", *flags] if flags else [])])
+    report = Report(command, chosen.model)
+    with crowd(chosen.clients) as clients, ExitStack() as stack:
+        start = time.perf_counter()
+        servers = [stack.enter_context(measured(kind, chosen.model, flags)) for kind in chosen.kinds]
+        for server in servers:
+            server.wait_ready()
+            report.start_seconds[server.kind] = time.perf_counter() - start
+        starts = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in report.start_seconds.items())
+        print(f"start-up: {starts}\n{COLUMNS}", flush=True)
+        first = 0
+        for server in servers:
+            measure(server, clients, 4, 16, first)  # the first use of everything
+            first += 4
+            for streams in chosen.streams:
+                run = measure(server, clients, streams, chosen.tokens, first)
+                first += streams
+                print(run.row(), flush=True)
+                report.runs.append(run)
+                if chosen.output:
+                    chosen.output.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
     return 0
 
 

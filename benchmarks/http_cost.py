@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,7 +29,7 @@ from aiohttp import web
 
 from asyncllm import AsyncEngine
 from asyncllm.api import create_aiohttp_app, create_asgi_app
-from asyncllm.api.token_events import TokenEvents
+from asyncllm.api.token_events import Send, TokenEvents
 from asyncllm.config import EngineConfig
 from asyncllm.engine.model import ModelLoader, ServedModel
 from asyncllm.inputs.chat_template import ChatTemplate
@@ -46,14 +46,19 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 
 def pace(rounds: Rounds) -> None:
-    """Have each stream tell when it has written what it had: it asks for more then."""
-    ask = TokenEvents._ask
+    """Have each stream tell when it begins, and when it has written what it had."""
+    pour, hand_out = TokenEvents.pour, TokenEvents._hand_out
 
-    def tell_and_ask(events: TokenEvents) -> None:
+    def tell_and_pour(events: TokenEvents, send: Send) -> Coroutine[Any, Any, None]:
         rounds.arrive()
-        ask(events)
+        return pour(events, send)
 
-    TokenEvents._ask = tell_and_ask  # type: ignore[method-assign, assignment]
+    def hand_out_and_tell(events: TokenEvents, text: str) -> None:
+        hand_out(events, text)
+        rounds.arrive()
+
+    TokenEvents.pour = tell_and_pour  # type: ignore[method-assign, assignment]
+    TokenEvents._hand_out = hand_out_and_tell  # type: ignore[method-assign, assignment]
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:

@@ -27,7 +27,7 @@ from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.api import create_aiohttp_app
 from asyncllm.testing.byte_tokenizer import byte_tokenizer
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE
-from benchmarks.http import StreamFigures, drive
+from benchmarks.http_clients import StreamFigures, drive
 from benchmarks.idle_model import IdleModel
 from benchmarks.server_process import answer, server_process
 

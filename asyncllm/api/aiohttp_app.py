@@ -6,7 +6,7 @@ Nothing but the service's own parts is here: read the head and the body, send th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from aiohttp import web
@@ -15,7 +15,8 @@ from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service import Service
 from asyncllm.api.settings import ApiSettings
-from asyncllm.api.token_events import TokenEvents
+from asyncllm.api.sse import http_chunk
+from asyncllm.api.token_events import Send, TokenEvents
 from asyncllm.engine.async_engine import AsyncEngine
 
 SERVICE = web.AppKey("asyncllm_service", Service)
@@ -24,6 +25,9 @@ SERVICE = web.AppKey("asyncllm_service", Service)
 LOOK_EVERY = 0.02
 """Seconds. aiohttp tells a handler that its client has gone only where its runner was made with
 `handler_cancellation=True`, which a host need not do."""
+
+UNLOOKED = 1 << 16
+"""Bytes that are written before it is looked whether the client reads them, as aiohttp has it."""
 
 LAST_MOMENT = 1.0
 """Seconds in which a request whose time is up may tell its client so."""
@@ -67,7 +71,7 @@ def create_aiohttp_app(
 class _Shell:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._running: dict[asyncio.Task[Any], web.Request] = {}
+        self._running: dict[asyncio.Task[Any], asyncio.Transport | None] = {}  # and the connection; None: it was lost
         self._some = asyncio.Event()
 
     async def watch(self) -> None:
@@ -75,8 +79,8 @@ class _Shell:
         while True:
             await self._some.wait()
             await asyncio.sleep(LOOK_EVERY)
-            for task, request in self._running.items():
-                if request.transport is None or request.transport.is_closing():
+            for task, transport in self._running.items():
+                if transport is None or transport.is_closing():
                     task.cancel()  # as aiohttp itself does with `handler_cancellation`
             if not self._running:
                 self._some.clear()
@@ -92,7 +96,7 @@ class _Shell:
         """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
-        self._running[task] = request
+        self._running[task] = request.transport
         self._some.set()
         try:
             return await self._serve(request)
@@ -140,9 +144,37 @@ async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
     response = web.StreamResponse(status=reply.status, headers={**reply.headers, "content-type": reply.content_type})
     await response.prepare(request)
     if isinstance(reply.events, TokenEvents):
-        await reply.events.pour(response.write)  # which needs no task, unless the client reads slowly
+        await reply.events.pour(_writer(request, response))  # which needs no task, unless the client reads slowly
     else:
         async for event in reply.events:
             await response.write(event)
     await response.write_eof()
     return response
+
+
+def _writer(request: web.Request, response: web.StreamResponse) -> Send:
+    """Writes to a response that is prepared. All but the first bytes, behind the head, go to the connection as they
+    are, in chunks: what aiohttp looks at for each of them, which is settled here, takes longer than that."""
+    transport, writer = request.transport, request.writer
+    headers = response.headers
+    if transport is None or headers.get("Transfer-Encoding") != "chunked" or "Content-Encoding" in headers:
+        return response.write
+    begun = False
+
+    def write(event: bytes) -> Coroutine[Any, Any, None] | None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            return response.write(event)
+        if transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        chunk = http_chunk(event)
+        transport.write(chunk)
+        writer.output_size += len(chunk)
+        writer.buffer_size += len(chunk)
+        if writer.buffer_size <= UNLOOKED:
+            return None
+        writer.buffer_size = 0
+        return writer.drain()
+
+    return write

@@ -13,6 +13,8 @@ from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service import Service
 from asyncllm.api.settings import ApiSettings
+from asyncllm.api.sse import http_chunk
+from asyncllm.api.token_events import Send as SendBytes
 from asyncllm.api.token_events import TokenEvents
 from asyncllm.engine.async_engine import AsyncEngine
 
@@ -103,7 +105,7 @@ async def _send(reply: Reply, head: Head, send: Send) -> None:
         await send({"type": "http.response.body", "body": body})
         return
     if isinstance(reply.events, TokenEvents) and _needs_no_task(send):
-        await reply.events.pour(lambda event: send({"type": "http.response.body", "body": event, "more_body": True}))
+        await reply.events.pour(_writer(send))
     else:
         async for event in reply.events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -114,6 +116,27 @@ def _needs_no_task(send: Send) -> bool:
     """Whether it is uvicorn's own, which writes to the transport and waits for nothing but a client that reads slowly.
     What a framework puts around it may look for its task."""
     return type(getattr(send, "__self__", None)).__module__.startswith("uvicorn.protocols.http.")
+
+
+def _writer(send: Send) -> SendBytes:
+    """Sends through uvicorn's `send`. Under httptools, all goes to the connection as it is, in chunks, while the client
+    keeps up: what uvicorn looks at for each message, which is settled here, takes longer than that."""
+
+    def send_event(event: bytes) -> Coroutine[Any, Any, None]:
+        return send({"type": "http.response.body", "body": event, "more_body": True})
+
+    cycle: Any = getattr(send, "__self__", None)
+    if type(cycle).__module__ != "uvicorn.protocols.http.httptools_impl" or cycle.chunked_encoding is not True:
+        return send_event
+    transport, flow = cycle.transport, cycle.flow
+
+    def write(event: bytes) -> Coroutine[Any, Any, None] | None:
+        if flow.write_paused or cycle.disconnected:
+            return send_event(event)
+        transport.write(http_chunk(event))
+        return None
+
+    return write
 
 
 def _head(scope: Scope) -> Head:

@@ -39,7 +39,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
-    return generation.reply(TokenEvents(generation, chunks.render, _fail, n=job.params.n))
+    return generation.reply(TokenEvents(generation, chunks.render, _fail, n=job.params.n, frame=chunks.frame))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.api.answers import Answer, MakeAnswer, Piece, Reasoning
 from asyncllm.api.logprobs import chat_logprobs
-from asyncllm.api.sse import DONE, compact, data, escape
+from asyncllm.api.sse import DONE, Frame, compact, data, escape
 from asyncllm.outputs.tool_calls import ArgumentsDelta, ContentDelta, ToolCallStart
 from asyncllm.results import FinishReason, TokenDelta, Usage
 
@@ -71,6 +71,11 @@ class ChatChunks:
             return f"{start}{escape(delta.text)}{self._text_end}" if delta.text else ""
         events = self._render(delta)
         return events if delta.usage is None else events + self._usage(delta.usage) + DONE
+
+    def frame(self) -> Frame | None:
+        """Of the only choice, see `TokenEvents`."""
+        start = self._starts[0]
+        return None if start is None else (start, self._text_end)
 
     def _usage(self, usage: Usage) -> str:
         """The last chunk, where it was asked for."""

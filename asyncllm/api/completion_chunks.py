@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncllm.api.chat_chunks import finish_reason, stop_reason, usage_body
 from asyncllm.api.logprobs import CompletionLogprobs
-from asyncllm.api.sse import compact, escape
+from asyncllm.api.sse import Frame, compact, escape
 from asyncllm.results import TokenDelta, Usage
 
 
@@ -40,6 +40,10 @@ class CompletionChunks:
         if self._simple and delta.finish_reason is None and self._echoes[index] is None:
             return self._starts[index] + escape(delta.text) + self._text_end if delta.text else ""
         return self._render(index, delta)
+
+    def frame(self) -> Frame | None:
+        """Of the only choice, see `TokenEvents`."""
+        return (self._starts[0], self._text_end) if self._simple and self._echoes[0] is None else None
 
     def usage(self, usage: Usage) -> str:
         """The last chunk, where it was asked for."""

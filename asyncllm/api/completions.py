@@ -182,7 +182,7 @@ def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> TokenEv
     def fail(error: Exception) -> str:
         return data(openai_body(failure(error)))
 
-    return TokenEvents(generation, render, fail, n=n)
+    return TokenEvents(generation, render, fail, n=n, frame=chunks.frame)
 
 
 async def _late_events(job: _Job, choices: list[dict[str, Any]], usage: Usage) -> AsyncGenerator[bytes, None]:

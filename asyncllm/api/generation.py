@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncllm.api.admission import Ticket
 from asyncllm.api.errors import INTERNAL, ApiError, api_error
@@ -69,6 +69,10 @@ class Generation:
         self._observations[position].tokens(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._seen_last(delta, position)
+
+    def counter(self, position: int) -> Callable[[int], None]:
+        """Counts tokens that leave, in place of `seen`, where they are not the last ones of their choice."""
+        return self._observations[position].tokens
 
     def _seen_last(self, delta: TokenDelta, position: int) -> None:
         reason = delta.finish_reason

@@ -153,6 +153,7 @@ class ServiceMetrics:
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found there.", s.prompt_tokens_cached)
         yield self._counter("num_preemptions", "Requests put back into the queue.", s.preemptions)
+        yield self._counter("engine_restarts", "Engine processes that took the place of one that died.", s.restarts)
         yield self._counter("prompt_tokens", "Prompt tokens of scheduled requests.", s.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens delivered.", s.tokens_generated)
         yield self._counter("aborted_requests", "Requests that were aborted.", s.requests_aborted)

@@ -82,6 +82,10 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         raise ConfigError(f"{name} must be a list of texts")  # without the value: it may be a key
     if not all(isinstance(item, str) and item for item in value):
         raise ConfigError(f"{name} must hold texts that are not empty")
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} must hold valid Unicode") from None
     return tuple(value)
 
 

@@ -10,10 +10,12 @@ import json
 from json.encoder import encode_basestring as escape
 from typing import Any
 
-__all__ = ["DONE", "compact", "data", "escape", "named"]
+__all__ = ["DONE", "Frame", "compact", "data", "escape", "http_chunk", "named"]
 
 DONE = "data: [DONE]\n\n"
 
+Frame = tuple[str, str]
+"""What stands before and behind the text of an event."""
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -31,3 +33,8 @@ def data(value: Any) -> str:
 def named(name: str, value: Any) -> str:
     """An event with a name."""
     return f"event: {name}\ndata: {compact(value)}\n\n"
+
+
+def http_chunk(data: bytes) -> bytes:
+    """As HTTP's chunked coding frames it; not for b"", which would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

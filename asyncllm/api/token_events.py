@@ -2,7 +2,8 @@
 
 Tokens are rendered in the very call that tells of them, before any task runs. Where the server takes bytes without a
 task too, they are sent in that call (`pour`); else the task that sends wakes up once for all that has come together,
-and finds its bytes (`async for`).
+and finds its bytes (`async for`). One more token of a stream whose events differ in their text alone takes a way of its
+own, without a delta: `set_result`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from types import coroutine
 from typing import Any, Self
 
 from asyncllm.api.generation import Generation
+from asyncllm.api.sse import Frame, escape
 from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import TokenDelta
 
-Send = Callable[[bytes], Coroutine[Any, Any, None]]
+Send = Callable[[bytes], Coroutine[Any, Any, None] | None]
+"""Sends these bytes. What it returns is what is left to do, if there is anything: it has not begun then."""
 
 
 class TokenEvents:
@@ -24,8 +27,8 @@ class TokenEvents:
     or behind an error."""
 
     __slots__ = (
-        "_alone", "_begun", "_called", "_closed", "_fail", "_first", "_last", "_loop", "_more", "_render", "_seen",
-        "_send", "_sender", "_streams",
+        "_alone", "_begun", "_called", "_closed", "_count", "_fail", "_find_frame", "_first", "_frame", "_last",
+        "_loop", "_more", "_render", "_seen", "_send", "_sender", "_streams",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # what is rare by keyword
@@ -37,14 +40,21 @@ class TokenEvents:
         n: int = 1,
         first: str = "",
         last: Callable[[], Awaitable[str]] | None = None,
+        frame: Callable[[], Frame | None] | None = None,
     ) -> None:
         """`render`: the events of a delta, with the position of its stream. `fail`: the event of an error. `n`: choices
-        of each stream. `first`: what comes before all deltas, and `last` behind them, unless there was an error."""
+        of each stream. `first`: what comes before all deltas, and `last` behind them, unless there was an error.
+
+        `frame`: asked after a delta of the only choice whether each that follows, up to the last, is the event of its
+        text in this frame, and nothing where it has none; it is asked again where it says None."""
         self._seen = generation.seen
+        self._count = generation.counter(0)
         self._render = render
         self._fail = fail
         self._streams = dict(enumerate(generation.streams))  # those that have not ended, by their positions
         self._alone = generation.streams[0] if n == len(generation.streams) == 1 else None
+        self._find_frame = frame
+        self._frame: Frame | None = None
         self._first = first
         self._last = last
         self._loop = asyncio.get_running_loop()
@@ -76,7 +86,9 @@ class TokenEvents:
                 await _rest(*await self._sender)
         except StopAsyncIteration:
             if self._last is not None:
-                await send(await self._take_last())
+                rest = send(await self._take_last())
+                if rest is not None:
+                    await rest
         except asyncio.CancelledError:
             if self._sender.done() and not self._sender.cancelled() and self._sender.exception() is None:
                 self._sender.result()[0].close()  # begun, and maybe not yet gone on with
@@ -103,12 +115,17 @@ class TokenEvents:
 
     def set_result(self, result: None, /) -> bool:
         """A stream has something to take. Where others may have too, all goes out at the end of the loop's turn."""
+        alone, frame = self._alone, self._frame
         if self._sender.done():
             self._more = True
-        elif self._alone is None:
+        elif alone is None:
             self._deliver_soon()
-        else:
+        elif frame is None or (text := alone.take_text()) is None:
             self._deliver()
+        else:
+            self._count(1)
+            if text:
+                self._hand_out(f"{frame[0]}{escape(text)}{frame[1]}")
         return not self._closed
 
     def _ask(self) -> None:
@@ -149,6 +166,8 @@ class TokenEvents:
                 return ""
             text = self._render(delta, 0)
             self._seen(delta, 0)
+            if self._frame is None and self._find_frame is not None:
+                self._frame = self._find_frame()
             if delta.usage is not None:
                 self._streams.clear()
             elif stream.failed:  # both came together, and nobody will tell of the second
@@ -179,15 +198,17 @@ class TokenEvents:
     def _hand_out(self, text: str) -> None:
         if self._send is None:
             return self._sender.set_result(text.encode())
-        sending = self._send(text.encode())
         try:
-            awaited = sending.send(None)
+            sending = self._send(text.encode())
+            if sending is not None:
+                self._sender.set_result((sending, sending.send(None)))
+                return None
         except StopIteration:  # all is sent
-            self._ask()
+            pass
         except Exception as error:
-            self._sender.set_exception(error)
-        else:
-            self._sender.set_result((sending, awaited))
+            return self._sender.set_exception(error)
+        if self._more or not self._streams:
+            self._ask()
         return None
 
 

@@ -42,7 +42,7 @@ class TokenStream:
     """
 
     __slots__ = (
-        "__weakref__", "_abandon", "_choices", "_hand_over", "_loop", "_mailbox", "_over", "_pid", "_readers",
+        "__weakref__", "_abandon", "_choices", "_hand_over", "_loop", "_mailbox", "_only", "_over", "_pid", "_readers",
         "_structured", "_submission",
     )  # fmt: skip
 
@@ -55,6 +55,7 @@ class TokenStream:
         self._pid = process.pid  # likewise
         self._abandon: Abandon | None = None  # as long as somebody reads on
         self._choices = [ChoiceReader(mailbox, index) for index in range(len(mailbox.choices))]
+        self._only = self._choices[0] if len(self._choices) == 1 else None
         self._readers = deque(self._choices)  # of choices whose last delta is not read, the next one first
         self._over = False  # the last delta was read, or the stream was closed
 
@@ -122,9 +123,9 @@ class TokenStream:
 
         Raises what reading on would: the request's error, `StopAsyncIteration` once the stream is over.
         """
-        if len(self._choices) > 1:
+        mailbox, reader = self._mailbox, self._only
+        if reader is None:
             return self._take_of_many()
-        mailbox, reader = self._mailbox, self._choices[0]
         box = reader.box
         ending = mailbox.ending  # before the ids are counted: it is set after the last of them
         read, known = reader.read, len(box.ids)
@@ -136,6 +137,21 @@ class TokenStream:
         if known > read:
             return reader.next_delta()
         return None if mailbox.failure is None else self._last_delta(None)
+
+    def take_text(self) -> str | None:
+        """The text of the next delta, where that is one token of the only choice and has nothing beside it: what nearly
+        all are. None where it is anything else, or is not there: `take` tells.
+
+        For who passes on nothing but the text, and spares the delta.
+        """
+        reader = self._only
+        if reader is None or self._over or self._mailbox.ending is not None:
+            return None
+        box, read = reader.box, reader.read
+        if len(box.ids) != read + 1 or box.scores is not None or not box.texts:
+            return None
+        reader.read = read + 1
+        return box.texts[read]
 
     def arm(self, waiter: Waiter) -> bool:
         """Have this one told, on the stream's loop, whenever there is something new to take, until it is done. False
@@ -270,9 +286,8 @@ class TokenStream:
         mailbox, readers = self._mailbox, self._readers
         if mailbox.ending is not None or mailbox.failure is not None or self._over:
             return True
-        if len(self._choices) == 1:
-            reader = self._choices[0]
-            return len(reader.box.ids) > reader.read
+        if self._only is not None:
+            return self._only.unread
         if any(reader.unread and reader.box.end is None for reader in readers):
             return True
         return len(readers) > 1 and any(reader.box.end is not None for reader in readers)

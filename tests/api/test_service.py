@@ -393,6 +393,8 @@ def test_every_error_has_an_answer() -> None:
     [
         {"api_keys": "key"},
         {"api_keys": [""]},
+        {"api_keys": ["key'\ud800"]},
+        {"model_names": ["fine", "half a pair \ud800"]},
         {"max_body_bytes": 0},
         {"max_queue": -1},
         {"max_viewers": -1},

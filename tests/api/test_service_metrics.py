@@ -12,7 +12,7 @@ from asyncllm.results import FinishReason, Usage
 
 STATISTICS = EngineStatistics(
     requests_running=3, requests_waiting=2, blocks_total=40, blocks_used=10, blocks_cached=5, blocks_free=25,
-    prompt_tokens=100, prompt_tokens_cached=25, tokens_generated=77, preemptions=4,
+    prompt_tokens=100, prompt_tokens_cached=25, tokens_generated=77, preemptions=4, restarts=2,
     memory_bytes={"cache": 9, "weights": 8},
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_the_engines_statistics() -> None:
     expected = {
         "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25,
         "prefix_cache_queries_total": 100, "prefix_cache_hits_total": 25, "num_preemptions_total": 4,
-        "prompt_tokens_total": 100, "generation_tokens_total": 77,
+        "prompt_tokens_total": 100, "generation_tokens_total": 77, "engine_restarts_total": 2,
     }  # fmt: skip
     assert {name: found[name, ""] for name in expected} == expected
     assert (found["memory_bytes", "cache"], found["memory_bytes", "weights"]) == (9, 8)

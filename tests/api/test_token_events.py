@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,9 @@ from asyncllm import AsyncEngine, SamplingParams, TokenDelta
 from asyncllm.api.admission import Admission
 from asyncllm.api.generation import Generation
 from asyncllm.api.service_metrics import ServiceMetrics
+from asyncllm.api.sse import compact
 from asyncllm.api.token_events import TokenEvents
+from asyncllm.testing.byte_tokenizer import byte_tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.api.conftest import MakeEngine
 from tests.api.servers import serving
@@ -203,16 +206,66 @@ async def test_an_error_that_comes_together_with_tokens_is_told(prompts: int) ->
     assert b"the device is tired" in sent[-1]
 
 
+@pytest.mark.parametrize("pours", [False, True])
+async def test_a_framed_text_is_what_rendering_would_be(pours: bool) -> None:
+    """Each delta takes the short way or the long one, as it comes; together they say the same."""
+    tokenizer = byte_tokenizer()
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+    async with AsyncEngine(ShadowModel(latency=0.002, tokenizer=tokenizer)) as engine:
+        expected = (await engine.generate("Hi", params)).text
+        stream = engine.stream("Hi", params)
+        generation = Generation(Serving(), [stream], Admission(9).enter(1, 9), server_limits=False)  # type: ignore[arg-type]
+        await generation.start()
+        rendered: list[TokenDelta] = []
+
+        def render(delta: TokenDelta, position: int) -> str:
+            rendered.append(delta)
+            return f"<{compact(delta.text)}>\n" if delta.text else ""
+
+        events = TokenEvents(generation, render, str, frame=lambda: ("<", ">\n") if len(rendered) > 3 else None)
+        sent: list[bytes] = []
+        if pours:
+            await events.pour(sent.append)  # type: ignore[arg-type]  # it returns None: nothing is left to do
+        else:
+            sent = [event async for event in events]
+    lines = b"".join(sent).decode().splitlines()
+    assert "".join(json.loads(line[1:-1]) for line in lines) == expected
+    assert len(rendered) < len(lines)
+
+
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_every_chunk_is_framed_whichever_way_it_is_written(shadow: MakeEngine, kind: str) -> None:
+    async with serving(kind, shadow()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"model": "", "prompt": "Hi", "max_tokens": 400, "stream": True, "ignore_eos": True}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"chunked" in head.lower()
+        data = b""
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            data += await reader.readexactly(size)
+            assert await reader.readexactly(2) == b"\r\n"
+        assert data.endswith(b"data: [DONE]\n\n")  # and an empty chunk behind it
+        assert data.count(b'"finish_reason":"length"') == 1
+        writer.close()
+
+
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
 async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that changes must not take away unseen what the benchmark of HTTP's cost relies on."""
-    poured = 0
+    poured = at_once = 0
     pour = TokenEvents.pour
 
     async def counted(events: TokenEvents, send: Any) -> None:
+        def looked_at(event: bytes) -> Any:
+            nonlocal at_once
+            rest = send(event)
+            at_once += rest is None
+            return rest
+
         nonlocal poured
         poured += 1
-        await pour(events, send)
+        await pour(events, looked_at)
 
     monkeypatch.setattr(TokenEvents, "pour", counted)
     async with serving(kind, shadow()) as port:
@@ -223,3 +276,4 @@ async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pyte
             )
             assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
     assert poured == 1
+    assert at_once

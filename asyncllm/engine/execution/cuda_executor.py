@@ -56,9 +56,12 @@ def graph_sizes(max_tokens: int) -> list[int]:
 
 
 def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
-    """Those that get a graph at the start, the largest first: steps of any other size then need not wait for theirs."""
+    """Those that get a graph at the start, the largest first: all where steps only decode, else so many that steps of
+    any other size need not wait for theirs."""
     sizes = graph_sizes(max_tokens)
-    powers = [1 << i for i in range(4 if chunks else 0, GRAPH_TOKENS.bit_length())]
+    if not chunks:
+        return sizes[::-1]
+    powers = [1 << i for i in range(4, GRAPH_TOKENS.bit_length())]
     halves = [3 * power for power in powers if power >= 128]
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
 
@@ -276,6 +279,14 @@ class CudaExecutor:
             others = sum(size for name, size in self._memory.items() if name != "graphs")
             self._memory["graphs"] = max(0, self._space.reserved_bytes() - others)
 
+    def capture_unrun(self, plan: StepPlan) -> None:
+        """Make a graph of steps like this one, if they lack it, without running it: all its kernels are loaded, and
+        there is memory for what passes between them."""
+        kind = self._kind(plan)
+        if kind not in self._graphs:
+            self._uncaptured = kind
+            self.capture()
+
     def recover(self, turn: int) -> None:
         """After an `enqueue` that raised half-way: wait for what was launched of it, and go on at `turn`."""
         with self._space.entered():
@@ -312,10 +323,15 @@ class CudaExecutor:
             with self._space.entered():
                 kept += self._rows.adjustments.take_chunks(plan.chunks)
                 if len(plan.copies):
-                    pairs = host_words(plan.copies, self._cache.device)
-                    copy_blocks(self._cache, pairs)
-                    kept += (pairs,)
+                    kept += (self.copy_blocks(plan.copies),)
         return kept
+
+    def copy_blocks(self, pairs: Int32Array) -> Tensor:
+        """Launch the copies of blocks to others, in pairs [c, 2]. Keep what is returned until the device has passed
+        this."""
+        words = host_words(pairs, self._cache.device)
+        copy_blocks(self._cache, words)
+        return words
 
     def _forget_outgrown(self) -> None:
         """Rare: a request asks for what none has before, or has more suppressed ids, biases or named ids."""

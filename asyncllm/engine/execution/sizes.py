@@ -16,8 +16,9 @@ from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.llama import Llama
 
 _BLOCK_SIZE = 16
-_BATCHED_TOKENS = 512
-"""Enough for a prompt's matrix products to be efficient, few enough for other rows not to wait long."""
+_BATCHED_TOKENS = 1024
+"""Enough for a prompt's matrix products to be efficient, and for most prompts to be attended at once, which needs no
+mask; few enough for who comes next not to wait long."""
 _CPU_CHUNK = 64
 _LEAST_GPU_CHUNK, _MOST_GPU_CHUNK = 256, 1024
 _GPU_CHUNK_BYTES = 1 << 42

@@ -86,6 +86,8 @@ class RemoteCore:
     def begin(self, started: Started) -> None:
         """A child has started."""
         self._description = started.description
+        if self._before is not None:
+            self._before = replace(self._before, restarts=self._before.restarts + 1)
         self._take_statistics(started.statistics)
         self._state = EngineState.RUNNING
 

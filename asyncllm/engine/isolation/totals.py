@@ -14,6 +14,7 @@ _TOTALS = (
     "requests_finished",
     "requests_aborted",
     "preemptions",
+    "restarts",
 )
 
 

@@ -46,6 +46,7 @@ async def test_a_killed_child_ends_its_streams_and_comes_back(caplog: pytest.Log
     async with isolated() as engine:
         assert (await engine.generate([6], GREEDY)).finish_reason == "length"
         before, pid = engine.statistics().tokens_generated, child_of(engine)
+        assert engine.statistics().restarts == 0
         streams = [engine.stream([n], LONG) for n in range(4)]
         for stream in streams:
             await anext(stream)
@@ -63,6 +64,7 @@ async def test_a_killed_child_ends_its_streams_and_comes_back(caplog: pytest.Log
         assert engine.state is EngineState.RUNNING
         statistics = engine.statistics()
         assert statistics.tokens_generated >= before + 60
+        assert statistics.restarts == 1
         await eventually(lambda: engine.statistics().blocks_used == 0)
     assert "SIGKILL ended it" in caplog.text
 
@@ -74,6 +76,7 @@ async def test_a_prompt_that_kills_does_so_each_time_and_the_engine_lives() -> N
             with pytest.raises(EngineCrashed, match="SIGSEGV"):
                 await engine.generate([FATAL], GREEDY)
         assert (await engine.generate([5], GREEDY)).token_ids == EXPECTED
+        assert engine.statistics().restarts == 6
 
 
 async def test_a_lost_device_ends_the_process_and_not_the_engine() -> None:
