@@ -18,6 +18,7 @@ from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
 from asyncllm.engine.execution.logit_sampler import places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
+from asyncllm.engine.execution.sizes import padding_before_capture
 from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
@@ -31,10 +32,6 @@ logger = logging.getLogger("asyncllm")
 
 GRAPH_TOKENS = 8192
 """Larger steps are launched by hand: they take the device longer than the host."""
-
-_CAPTURE_BYTES = 1 << 46
-"""Bytes of weights, times tokens, that cost about as much as a capture. One keeps the engine's thread for 60 to 100 ms
-on an H200, where a token of a model of 8 billion parameters takes 20 µs."""
 
 SAMPLER_TOKENS = 1
 """What a graph that samples with more than a step asks for counts as: a few launches that find nothing to do."""
@@ -64,11 +61,6 @@ def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
     powers = [1 << i for i in range(4, GRAPH_TOKENS.bit_length())]
     halves = [3 * power for power in powers if power >= 128]
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
-
-
-def padding_before_capture(weight_bytes: int) -> int:
-    """Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own."""
-    return max(1, _CAPTURE_BYTES // max(1, weight_bytes))
 
 
 @dataclass(frozen=True, slots=True)

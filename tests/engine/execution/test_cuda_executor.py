@@ -20,14 +20,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.cuda_executor import (
-    CudaExecutor,
-    first_graph_sizes,
-    graph_sizes,
-    padding_before_capture,
-    read_late,
-    read_result,
-)
+from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
@@ -74,12 +67,6 @@ def test_graph_sizes() -> None:
     assert first_graph_sizes(300, chunks=True) == [300, 256, 128, 64, 32, 16]
     assert first_graph_sizes(6, chunks=False) == [6, 4, 2, 1]
     assert set(first_graph_sizes(5000, chunks=True)) <= set(graph_sizes(5000))
-
-
-def test_a_graph_is_worth_more_steps_of_a_smaller_model() -> None:
-    assert padding_before_capture(16_060_000_000) == 4381
-    assert padding_before_capture(1_190_000_000) == 59133
-    assert padding_before_capture(1 << 60) == 1
 
 
 def run_interpreted(marks: str, file: str = __file__) -> None:
