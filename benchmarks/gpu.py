@@ -3,8 +3,8 @@
     python -m benchmarks.gpu llama-3.1-8b [--workload single] [--passes 2] [--profile] [--check] [--output FILE]
 
 The model is a folder of `benchmarks/models`. Start-up counts from the start of this process to the first token. Every
-pass has tokens of its own, so that the prefix cache is cold but for what a workload itself shares; graphs that the
-engine captures meanwhile are counted. The file is written anew after each workload, each profile and the check.
+pass has tokens of its own, so that the prefix cache is cold but for what a workload itself shares; graphs and kernels
+that the engine makes meanwhile are counted. The file is written anew after each workload, each profile and the check.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import triton
 
 from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.layers.attention import LayerCache
@@ -39,7 +40,7 @@ from asyncllm.workloads import (
     percentile,
     table_row,
 )
-from benchmarks.child import CHECK, FIRST
+from benchmarks.child import CHECK, FIRST, settle_heap
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
 from benchmarks.model_folders import model_folder, model_names
 from benchmarks.startup import process_age
@@ -62,6 +63,7 @@ class Pass:
     steps: int
     thread: dict[str, float]
     graphs_captured: int
+    kernels_compiled: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,13 +133,18 @@ GOALS = {
 """On an H200 in bfloat16; 1.25 to 2.5 times what vLLM 0.23 reaches there."""
 
 
-class CaptureCount(logging.Handler):
-    """Counts the graphs that the engine says it captured."""
+class WorkCount(logging.Handler):
+    """Counts the graphs that the engine says it captured, and the kernels that Triton says it made ready."""
 
-    count = 0
+    graphs = 0
+    kernels = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.count += record.getMessage().startswith("captured a graph")
+        self.graphs += record.getMessage().startswith("captured a graph")
+
+    def listen(self, **_: object) -> None:
+        """As Triton calls its listener."""
+        self.kernels += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +158,27 @@ class Order:
 
 async def measure_model(folder: Path, order: Order, report: Report, path: Path) -> list[Sample]:
     """Fill in the report, and write it whenever there is more; returns greedy requests and their tokens, to check."""
-    captures = CaptureCount()
+    work = WorkCount()
+    triton.knobs.compilation.listener = work.listen
     logger = logging.getLogger("asyncllm")
     logger.setLevel(logging.DEBUG)
-    logger.addHandler(captures)
+    logger.addHandler(work)
     model_config = read_model_config(resolve_source(str(folder), SETTINGS).config)
     vocab_size = model_config.vocab_size
     async with AsyncEngine(folder, config=SETTINGS) as engine:
         await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
         report.start_seconds = process_age()
         report.memory_bytes = dict(engine.statistics().memory_bytes)
-        print(f"start-up {report.start_seconds:.1f} s, {captures.count} graphs; {memory(report)}", flush=True)
+        settle_heap()
         print(
-            " | ".join([*COLUMNS, "steps", "µs a step: schedule, launch, wait, apply, deliver", "graphs"]), flush=True
+            f"start-up {report.start_seconds:.1f} s, {work.graphs} graphs, {work.kernels} kernels; {memory(report)}",
+            flush=True,
         )
+        columns = [*COLUMNS, "steps", "µs a step: schedule, launch, wait, apply, deliver", "graphs", "kernels"]
+        print(" | ".join(columns), flush=True)
         for number in range(order.passes):
             for workload in order.workloads:
-                found = await measure_pass(engine, workload, make_requests(workload, vocab_size, number), captures)
+                found = await measure_pass(engine, workload, make_requests(workload, vocab_size, number), work)
                 report.passes.append(found)
                 if (goal := GOALS.get(report.model, {}).get(workload.name)) is not None:
                     print(f"  {goal.compared(found)}", flush=True)
@@ -185,10 +196,10 @@ async def measure_model(folder: Path, order: Order, report: Report, path: Path) 
 
 
 async def measure_pass(
-    engine: AsyncEngine, workload: Workload, requests: Sequence[WorkloadRequest], captures: CaptureCount
+    engine: AsyncEngine, workload: Workload, requests: Sequence[WorkloadRequest], work: WorkCount
 ) -> Pass:
     """One workload, printed as soon as it is measured."""
-    before, captured = engine.statistics().step_times, captures.count
+    before, graphs, kernels = engine.statistics().step_times, work.graphs, work.kernels
     measurement = await measure_engine(engine, workload, requests)
     times = engine.statistics().step_times
     thread = {name: each_step(name, before, times) for name in ("schedule", "launch", "wait", "apply", "deliver")}
@@ -198,10 +209,11 @@ async def measure_pass(
         later_first_token=percentile(later, 99) if later else None,
         steps=times.steps - before.steps,
         thread=thread,
-        graphs_captured=captures.count - captured,
+        graphs_captured=work.graphs - graphs,
+        kernels_compiled=work.kernels - kernels,
     )
     cells = [*table_row(measurement), str(found.steps), " ".join(f"{each:.0f}" for each in thread.values())]
-    print(" | ".join([*cells, str(found.graphs_captured)]), flush=True)
+    print(" | ".join([*cells, str(found.graphs_captured), str(found.kernels_compiled)]), flush=True)
     return found
 
 

@@ -94,6 +94,7 @@ def config(block_size: int, num_blocks: int, max_batched_tokens: int) -> Schedul
         max_num_seqs=ROWS,
         max_batched_tokens=max_batched_tokens,
         mixed_chunk_tokens=2 * ROWS,
+        full_step_tokens=3 * ROWS,
         block_size=block_size,
         num_blocks=num_blocks,
         groups=(CacheGroup(),),

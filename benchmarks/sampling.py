@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from types import ModuleType
 import torch
 
 from asyncllm.kernels import logit_tiles, sampling, wide_rows
+from asyncllm.kernels.language import compiling
 from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 from benchmarks.kernels import DEVICE, seconds_of
 
@@ -52,6 +54,11 @@ SETTINGS = {
 }
 # How wide the logits spread: as a language model's that knows what comes, and as one's that does not.
 SPREADS = {"peaked": 4.0, "flat": 1.0}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_settings(setting: Setting, rows: int) -> RowSettings:
@@ -147,30 +154,60 @@ def constants(module: ModuleType, **values: int) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
-    """Print the time of each choice of sizes."""
+@dataclass(frozen=True)
+class Variant:
+    """A choice of sizes."""
 
-    def time(name: str, setting: str, logits: list[torch.Tensor]) -> None:
-        launch = launcher(SETTINGS[setting], rows, vocabulary)
-        seconds = seconds_of([partial(launch, x) for x in logits])
-        print(f"{name}: {seconds * 1e6:.1f} µs, {seconds / reading:.2f} x", flush=True)
+    module: ModuleType
+    sizes: dict[str, int]
+    setting: str
+    logits: str  # a key of what is sampled from
 
-    flat = make_logits(rows, vocabulary, torch.bfloat16, 1.0)
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name.strip('_').lower()} {value}" for name, value in self.sizes.items())
+        return f"{self.module.__name__.rpartition('.')[2]}, {sizes} | {self.setting} | {self.logits}"
+
+
+def variants() -> Iterator[Variant]:
     programs = ((16, 8, 128), (32, 16, 128), (32, 16, 64), (16, 8, 255), (8, 8, 128), (8, 4, 255))
     for at_once, warps, registers in programs:
-        for sample in (4096, 8192):
-            with constants(wide_rows, _AT_ONCE=at_once, _WARPS=warps, _REGISTERS=registers, _SAMPLE=sample):
-                name = f"wide rows, {at_once} tiles, {warps} warps, {registers} registers, a sample of {sample}"
-                time(name, "top-p 0.9", flat)
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = make_logits(rows, vocabulary, dtype, 4.0)
-        for tiles, warps in product((4, 8, 16), (4, 8)):
-            with constants(logit_tiles, _AT_ONCE=tiles, _WARPS=warps):
-                time(f"tiles of {dtype}, {tiles} at once, {warps} warps", "temperature", logits)
-    logits = make_logits(rows, vocabulary, torch.bfloat16, 4.0)
+        for taken in (4096, 8192):
+            sizes = {"_AT_ONCE": at_once, "_WARPS": warps, "_REGISTERS": registers, "_SAMPLE": taken}
+            yield Variant(wide_rows, sizes, "top-p 0.9", "flat bfloat16")
+    for logits in ("peaked float32", "peaked bfloat16"):
+        for at_once, warps in product((4, 8, 16), (4, 8)):
+            yield Variant(logit_tiles, {"_AT_ONCE": at_once, "_WARPS": warps}, "temperature", logits)
     for listed, warps, registers in product((4, 8, 16), (4, 8), (96, 168, 255)):
-        with constants(sampling, _LISTED_AT_ONCE=listed, _DRAW_WARPS=warps, _DRAW_REGISTERS=registers):
-            time(f"draw, {listed} at once, {warps} warps, {registers} registers", "top-k 50, top-p 0.9", logits)
+        sizes = {"_LISTED_AT_ONCE": listed, "_DRAW_WARPS": warps, "_DRAW_REGISTERS": registers}
+        yield Variant(sampling, sizes, "top-k 50, top-p 0.9", "peaked bfloat16")
+
+
+def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
+    """Print the time of each choice of sizes, and what is wrong of its tokens."""
+    found = list(variants())
+    shared = {
+        f"{kind} {name_of(dtype)}": make_logits(rows, vocabulary, dtype, spread)
+        for (kind, spread), dtype in product(SPREADS.items(), DTYPES)
+    }
+    with compiling(os.cpu_count() or 1):
+        for each in found:
+            with constants(each.module, **each.sizes):
+                launcher(SETTINGS[each.setting], rows, vocabulary)(shared[each.logits][0])
+    print("sizes | sampling | logits | µs | x reading | wrong tokens of 2")
+    for each in found:
+        logits, setting = shared[each.logits], SETTINGS[each.setting]
+        with constants(each.module, **each.sizes):
+            launch = launcher(setting, rows, vocabulary)
+            wrong = wrong_tokens(setting, logits[0].clone(), launch(logits[0]), 2)
+            seconds = seconds_of([partial(launch, x) for x in logits])
+        print(f"{each} | {seconds * 1e6:.1f} | {seconds / reading:.2f} | {wrong}", flush=True)
+
+
+def compile_all(rows: int, vocabulary: int, settings: Iterable[Setting]) -> None:
+    """Side by side, before anything is timed."""
+    with compiling(os.cpu_count() or 1):
+        for setting, dtype in product(settings, DTYPES):
+            launcher(setting, rows, vocabulary)(torch.empty((rows, vocabulary), dtype=dtype, device=DEVICE))
 
 
 def main() -> None:
@@ -183,6 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, vocabulary = options.rows, options.vocabulary
     torch.manual_seed(0)
+    compile_all(rows, vocabulary, SETTINGS.values())
     floats = make_logits(rows, vocabulary, torch.float32, 1.0)
     reading = seconds_of([partial(torch.amax, x, dim=(0, 1)) for x in floats])
     least = floats[0].nbytes / 4.45e12
@@ -193,7 +231,7 @@ def main() -> None:
     facts = {"rows": rows, "vocabulary": vocabulary, "reading_seconds": reading}
     facts["device"] = torch.cuda.get_device_name()
     for (name, setting), (kind, spread) in product(SETTINGS.items(), SPREADS.items()):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in DTYPES:
             logits = make_logits(rows, vocabulary, dtype, spread)
             launch = launcher(setting, rows, vocabulary)
             wrong = wrong_tokens(setting, logits[0].clone(), launch(logits[0]), min(rows, 8))
@@ -202,7 +240,7 @@ def main() -> None:
                 seconds_of([partial(sorting_sampler(setting), x) for x in logits]) if dtype == torch.float32 else None
             )
             other = "" if sort is None else f"{sort * 1e6:.0f}"
-            label = f"{kind} {str(dtype).removeprefix('torch.')}"
+            label = f"{kind} {name_of(dtype)}"
             print(f"{name} | {label} | {mine * 1e6:.1f} | {mine / reading:.2f} | {other} | {wrong}", flush=True)
             table.append({"sampling": name, "logits": label, "seconds": mine, "sorting_seconds": sort, "wrong": wrong})
             if options.output:  # after each row: a run that is cut short loses nothing

@@ -23,7 +23,7 @@ from asyncllm import AsyncEngine
 from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
 from asyncllm.workloads import COLUMNS, PROFILES, Workload, make_requests, measure_engine, table_row
-from benchmarks.child import FIRST
+from benchmarks.child import FIRST, settle_heap
 from benchmarks.figures import Figures
 from benchmarks.gpu import ROOT, SETTINGS
 from benchmarks.model_folders import model_folder, model_names
@@ -50,6 +50,7 @@ async def measure(folder: Path, changes: dict[str, Any], workloads: list[Workloa
     vocab_size = read_model_config(resolve_source(str(folder), SETTINGS).config).vocab_size
     async with AsyncEngine(folder, config=SETTINGS.override(**changes)) as engine:
         await measure_engine(engine, FIRST, make_requests(FIRST, vocab_size, seed=-1))
+        settle_heap()
         for seed, workload in enumerate(workloads):
             measurement = await measure_engine(engine, workload, make_requests(workload, vocab_size, seed=seed))
             print(" | ".join(table_row(measurement)), flush=True)

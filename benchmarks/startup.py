@@ -3,9 +3,9 @@
     python -m benchmarks.startup llama-3.1-8b [--warm] [--output FILE]
 
 Weights are random. Without `--warm` Triton's cache on disk is an empty folder; with it, it is the one that there is, so
-that a second run finds what the first one compiled. Threads compile side by side: seconds of kernels add up to more
-than those on the clock. `first` is how long Triton takes to make its own representation of a kernel, under the
-interpreter lock and so one after another; the rest runs beside that.
+that a second run finds what the first one compiled. Kernels are compiled side by side, in processes of their own: their
+seconds add up to more than those on the clock. `first` is how long Triton takes to make its own representation of a
+kernel, which holds a process's interpreter lock. `here` counts the kernels that no process compiled, but this one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from benchmarks.model_folders import model_folder, model_names
 class KernelTimes:
     """Of all variants of a kernel that start-up needs."""
 
-    compiled: int = 0
+    elsewhere: int = 0  # compiled by another process
+    here: int = 0
     from_cache: int = 0
     first_seconds: float = 0.0
     seconds: float = 0.0
@@ -52,10 +53,20 @@ class Breakdown:
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """As Triton calls its listener, from any thread."""
         kernel = self.kernels[src.fn.fn.__name__]
-        kernel.compiled += not cache_hit
-        kernel.from_cache += cache_hit
-        kernel.first_seconds += times.ir_initialization / 1e6
-        kernel.seconds += times.total / 1e6
+        if cache_hit:
+            kernel.from_cache += 1
+        else:
+            kernel.here += 1
+            kernel.first_seconds += times.ir_initialization / 1e6
+            kernel.seconds += times.total / 1e6
+
+    def note(self, name: str, seconds: float, first_seconds: float) -> None:
+        """A process has compiled a kernel, which this one is going to find in the cache."""
+        kernel = self.kernels[name]
+        kernel.elsewhere += 1
+        kernel.from_cache -= 1
+        kernel.first_seconds += first_seconds
+        kernel.seconds += seconds
 
 
 class Listening(logging.Handler):
@@ -69,8 +80,10 @@ class Listening(logging.Handler):
         text = record.getMessage()
         if text.startswith("captured a graph"):
             self.breakdown.captures += 1
-        elif text.startswith("brought up"):
-            self.breakdown.said.append(text)
+        elif record.msg.startswith("compiled %s in"):
+            self.breakdown.note(*record.args)  # type: ignore[misc]  # as they were logged
+        else:
+            self.breakdown.said.append(f"{process_age():.2f} s: {text}")
 
 
 def process_age() -> float:
@@ -117,9 +130,9 @@ def main() -> None:
         f"first token at {breakdown.first_token:.2f} s"
     )
     print(*breakdown.said, sep="\n")
-    print("kernel | compiled | from cache | first s | all s")
+    print("kernel | compiled elsewhere | here | from cache | first s | all s")
     for name, kernel in sorted(breakdown.kernels.items(), key=lambda item: -item[1].seconds):
-        counts = f"{kernel.compiled} | {kernel.from_cache}"
+        counts = f"{kernel.elsewhere} | {kernel.here} | {kernel.from_cache}"
         print(f"{name} | {counts} | {kernel.first_seconds:.2f} | {kernel.seconds:.2f}")
     totals = [sum(getattr(each, name) for each in breakdown.kernels.values()) for name in ("first_seconds", "seconds")]
     print(f"together {totals[0]:.2f} s one after another, {totals[1]:.2f} s in all, on {os.cpu_count()} processors")

@@ -2,10 +2,11 @@
 
     python -m benchmarks.tune [MODEL ...] [--rows 1 16 ...] [--output FILE]
 
-The models are folders of `benchmarks/models`; of a table that is there already, other entries stay. Each product is
-timed as a step does it, from a CUDA graph over weights that no cache holds: the library's with the kernels that it
-needs beside it, and ours with as many tilings as make sense, each checked first. Beside the table, the best times
-go to `benchmarks/results/products-DEVICE.json`.
+The models are folders of `benchmarks/models`; of a table that is there already, other entries stay. A product is timed
+where it stands: in a decode step of the model with a few of its layers, whose weights no cache holds, from a CUDA
+graph: kernels overlap with those beside them, so that the fastest by itself need not make the fastest step.
+Each product in turn takes the tiling that makes the step fastest; then again, among the best, beside what the others
+have become. Tilings are checked first. Beside the table, all times go to `benchmarks/results/products-DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -15,45 +16,58 @@ import json
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
 from asyncllm.kernels import skinny_linear as skinny
-from asyncllm.kernels.activation import Activation, gated_activation
+from asyncllm.kernels.activation import Activation
+from asyncllm.kernels.attention_plan import AttentionShape, Sequences, make_attention_plan, plan_attention
 from asyncllm.kernels.language import next_power_of_2
-from asyncllm.kernels.rms_norm import rms_norm
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
     SPLIT_TILES,
     RowNorm,
     Tiling,
     VectorTiling,
+    linear_parts,
     skinny_linear,
     skinny_linear_reference,
 )
-from asyncllm.layers.product_table import AnyTiling, Product, read_table, table_path, write_table
+from asyncllm.layers.linear import GatedLinear, KernelLinear
+from asyncllm.layers.paged_attention import PagedBatch
+from asyncllm.layers.parameter import Placement
+from asyncllm.layers.product_table import AnyTiling, Product, ProductTable, read_table, table_path, write_table
+from asyncllm.models.checkpoint import fill_weights
+from asyncllm.models.configuration import ModelConfig
+from asyncllm.models.forward_batch import ForwardBatch
+from asyncllm.models.llama import Llama
 from asyncllm.models.registry import read_model_config
 from asyncllm.weights.source import resolve_source
 from benchmarks.gpu import SETTINGS
-from benchmarks.kernels import copies
+from benchmarks.kernels import CACHE_BYTES
 from benchmarks.model_folders import model_folder, model_names
 
 ROOT = Path(__file__).parent
 ROWS = (1, 16, 32, 64, 128, 256)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
-PROGRAMS = range(90, 1100)
-WORTH = 0.98
-"""Ours must take at most this part of the library's time: what differs less is a matter of chance."""
+PROGRAMS = range(60, 1100)
+CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
+FINALISTS = 6  # tilings of a product that are tried again
+SAME = 1.002
+"""Of steps that take up to this many times the shortest, one whose kernel serves other rows as well is taken: each
+kernel is compiled when an engine starts."""
+WORTH = 0.999
+"""A step with ours must take at most this part of the library's time: what differs less is a matter of chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one product; no tiling: the library's."""
+    """Microseconds of the step, with this choice for the product; no tiling: the library's."""
 
     tiling: AnyTiling | None
     microseconds: float
@@ -61,19 +75,22 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one product works on."""
+    """What one product works on, to be checked or compiled."""
 
     x: torch.Tensor
-    weights: Sequence[torch.Tensor]
+    weight: torch.Tensor
     norm: RowNorm | None
     activation: Activation | None
     residual: torch.Tensor | None
     arrivals: torch.Tensor
 
 
-def products_of(folder: Path) -> list[Product]:
+def read_model(folder: Path) -> ModelConfig:
+    return read_model_config(resolve_source(str(folder), SETTINGS).config)
+
+
+def products_of(config: ModelConfig) -> list[Product]:
     """Those of a layer, and the head's."""
-    config = read_model_config(resolve_source(str(folder), SETTINGS).config)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     return [
@@ -102,26 +119,27 @@ def vector_tilings(product: Product) -> Iterator[VectorTiling]:
 
 
 def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
-    """For more: few or many stages, parts so that every multiprocessor has something to do."""
+    """For more: tiles of few or many rows, few or many stages, parts so that every multiprocessor has work."""
     halves = 2 if product.gated else 1
-    kinds = [(64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 8)]
-    if rows > 64:
-        kinds = [(64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
-    for lines, width, warps in kinds:
-        if width > product.inputs or lines * rows * halves > 2 * 128 * 256:
-            continue
-        size = 2 * width * (lines * halves + max(16, rows))
-        for stages in sorted({min(SHARED_BYTES // room // size, 8) for room in (1, 2, 3)}):
-            if stages < 2:
+    kinds = [(64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)]
+    padded = max(16, next_power_of_2(rows))
+    for at_once in (padded, padded // 2, padded // 4):
+        for lines, width, warps in kinds:
+            sums = lines * at_once * halves // (32 * warps)  # of a thread, in registers
+            if at_once < min(padded, 32) or width > product.inputs or sums > 128 or (sums < 16 and lines > 64):
                 continue
-            tiles = -(-product.outputs // lines)
-            wanted = [
-                splits
-                for splits in (1, 2, 3, 4, 6, 8)
-                if tiles * splits in PROGRAMS and product.inputs // splits >= 2 * width
-            ]
-            for splits in wanted[:3] or [1]:
-                yield Tiling(lines, width, warps, stages, splits)
+            size = 2 * width * (lines * halves + at_once)
+            tiles = -(-product.outputs // lines) * (padded // at_once)
+            for stages in sorted({min(SHARED_BYTES // room // size, 8) for room in (1, 2, 3)}):
+                if stages < 2:
+                    continue
+                wanted = [
+                    splits
+                    for splits in (1, 2, 3, 4, 6, 8)
+                    if tiles * splits in PROGRAMS and product.inputs // splits >= (1 if product.adds else 2) * width
+                ]
+                for splits in wanted[:3] or [1]:
+                    yield Tiling(lines, width, warps, stages, splits, at_once)
 
 
 def tilings(product: Product, rows: int) -> list[AnyTiling]:
@@ -131,7 +149,7 @@ def tilings(product: Product, rows: int) -> list[AnyTiling]:
     return list(vector_tilings(product) if rows == 1 else tile_tilings(product, rows))
 
 
-def make_operands(product: Product, rows: int, device: torch.device, count: int) -> Operands:
+def make_operands(product: Product, rows: int, device: torch.device) -> Operands:
     """Random, but for a CPU, where they are only looked at."""
 
     def make(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -141,7 +159,7 @@ def make_operands(product: Product, rows: int, device: torch.device, count: int)
     lines = product.outputs * (2 if product.gated else 1)
     return Operands(
         x=make(rows, product.inputs),
-        weights=[make(lines, product.inputs, scale=product.inputs**-0.5) for _ in range(count)],
+        weight=make(lines, product.inputs, scale=product.inputs**-0.5),
         norm=None if product.adds or rows > 1 else RowNorm(make(product.inputs), 1e-5),
         activation=Activation.SILU if product.gated else None,
         residual=make(rows, product.outputs) if product.adds else None,
@@ -149,10 +167,14 @@ def make_operands(product: Product, rows: int, device: torch.device, count: int)
     )
 
 
-def ours(operands: Operands, tiling: AnyTiling, weight: torch.Tensor) -> torch.Tensor:
+def multiply(operands: Operands, tiling: AnyTiling) -> torch.Tensor:
+    """As a layer does; what that leaves in parts is added up."""
+    if operands.residual is not None and isinstance(tiling, Tiling) and tiling.splits > 1:
+        parts = linear_parts(operands.x, operands.weight, tiling=tiling)
+        return operands.residual.float() + parts.sum(0)
     return skinny_linear(
         operands.x,
-        weight,
+        operands.weight,
         norm=operands.norm,
         activation=operands.activation,
         residual=operands.residual,
@@ -161,90 +183,162 @@ def ours(operands: Operands, tiling: AnyTiling, weight: torch.Tensor) -> torch.T
     )
 
 
-def library(operands: Operands, weight: torch.Tensor) -> torch.Tensor:
-    x = operands.x
-    if operands.norm is not None:
-        x = rms_norm(x, operands.norm.weight, operands.norm.epsilon)
-    if operands.residual is not None:
-        return torch.addmm(operands.residual, x, weight.t(), out=operands.residual)
-    result = torch.nn.functional.linear(x, weight)
-    return result if operands.activation is None else gated_activation(result, operands.activation)
+def checked_tilings(product: Product, rows: int) -> list[AnyTiling]:
+    """Those that run. Raises where one is wrong; bfloat16 rounds by up to 4e-3."""
+    operands = make_operands(product, rows, torch.device("cuda"))
+    before = None if operands.residual is None else operands.residual.clone()
+    exact = skinny_linear_reference(
+        operands.x,
+        operands.weight,
+        norm=operands.norm,
+        activation=operands.activation,
+        residual=None if before is None else before.float(),
+    ).float()
+    found = []
+    for tiling in tilings(product, rows):
+        if operands.residual is not None and before is not None:
+            operands.residual.copy_(before)
+        try:
+            error = float((multiply(operands, tiling).float() - exact).norm() / exact.norm())
+        except Exception as problem:  # too much shared memory, say
+            print(f"{product}, {rows} rows, {tiling}: {problem}")
+            continue
+        if not error < 8e-3:
+            raise AssertionError(f"{product}, {rows} rows, {tiling}: relative error {error:.2e}")
+        found.append(tiling)
+    return found
 
 
-class Stopwatch:
-    """Times launches from graphs that share memory; torch's own context would collect garbage for each of them."""
+class ShortStep:
+    """Decode steps of a model with a few of its layers, in which only products of few rows change."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self.pool = torch.cuda.graph_pool_handle()
-        self.first: torch.cuda.CUDAGraph | None = None  # a pool lives as long as some graph that uses it
+    def __init__(self, config: ModelConfig) -> None:
+        device = torch.device("cuda")
+        layer_bytes = sum(product.weight_bytes for product in products_of(config)[:-1])
+        count = min(config.num_layers, max(3, int(CACHE_BYTES / layer_bytes) + 2))
+        self.config = replace(config, num_layers=count, windows=config.windows[:count])
+        self.layout = make_cache_layout(self.config.windows, config.num_kv_heads, config.head_dim, CONTEXT)
+        placement = Placement(torch.bfloat16, device, kernels=True)
+        self.model = Llama(self.config, self.layout.layers, CONTEXT, placement)
+        fill_weights(self.model)
+        self.cache = allocate_device_cache(self.layout, MOST_ROWS, torch.bfloat16, device)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None  # a pool lives as long as some graph that uses it
 
-    def microseconds(self, launch: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
-        """Of one launch: the median of a few measurements of several rounds over all weights."""
-        with torch.cuda.stream(self.stream):
+    def batch(self, rows: int) -> ForwardBatch:
+        """Each row has a block of its own in each layer, and stands at its end."""
+        some = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        lengths = torch.full_like(some[1:], CONTEXT)
+        number = some[-1:].clone()
+        sequences = Sequences(some, lengths, some[:-1], number)
+        table = some[1:, None].contiguous()
+        groups = []
+        for group in self.layout.groups:
+            shape = AttentionShape(
+                self.config.num_heads, self.layout.num_kv_heads, self.layout.head_dim, CONTEXT, group.window
+            )
+            plan = make_attention_plan(
+                shape, self.cache.dtype, self.cache.device, max_tokens=rows, max_sequences=rows, least_shared=None
+            )
+            plan_attention(plan, sequences, tokens=rows)
+            groups.append(PagedBatch(lengths - 1, some[:-1], number, table, plan, chunks=False))
+        return ForwardBatch(
+            token_ids=some[:-1],
+            positions=lengths - 1,
+            lengths=lengths if self.model.rotary.length_dependent else None,
+            sampled=None,
+            attention=tuple(groups),
+            cache=self.cache,
+        )
+
+    def use(self, table: ProductTable) -> None:
+        """In place of the device's own."""
+        for linear in [*(each for layer in self.model.layers for _, each in layer.linears()), self.model.head]:
+            inner = linear.linear if isinstance(linear, GatedLinear) else linear
+            assert isinstance(inner, KernelLinear)
+            inner.table = table
+
+    def microseconds(self, batch: ForwardBatch, table: ProductTable) -> float:
+        """Of one step: the median of a few measurements."""
+        self.use(table)
+        with torch.cuda.stream(self._stream):
+            # torch's own context would collect garbage each time
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self.pool)
-            for weight in weights:
-                launch(weight)
+            graph.capture_begin(pool=self._pool)
+            self.model.forward(batch)
             graph.capture_end()
-            self.first = self.first or graph
+            self._first = self._first or graph
             graph.replay()
             times = []
-            for _ in range(3):
+            for _ in range(5):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
-                for _ in range(4):
+                for _ in range(3):
                     graph.replay()
                 end.record()
                 end.synchronize()
-                times.append(start.elapsed_time(end) * 1e3 / 4 / len(weights))
+                times.append(start.elapsed_time(end) * 1e3 / 3)
         return float(statistics.median(times))
 
-
-def check(product: Product, operands: Operands, tiling: AnyTiling, exact: torch.Tensor, before: torch.Tensor) -> None:
-    """Raise where the kernel is wrong; bfloat16 rounds by up to 4e-3."""
-    if operands.residual is not None:
-        operands.residual.copy_(before)
-    actual = ours(operands, tiling, operands.weights[0])
-    error = float((actual.float() - exact).norm() / exact.norm())
-    if not error < 8e-3:
-        raise AssertionError(f"{product}, {len(operands.x)} rows, {tiling}: relative error {error:.2e}")
+    def warm_up(self, batch: ForwardBatch) -> None:
+        """What a first launch allocates must not be in a graph."""
+        self.use(ProductTable({}))
+        with torch.cuda.stream(self._stream):
+            torch.cuda.synchronize()
+            self.model.forward(batch)
 
 
-def measure(product: Product, rows: int, watch: Stopwatch) -> list[Timing]:
-    """The library's time first, then those of our tilings, the shortest first."""
-    lines = product.outputs * (2 if product.gated else 1)
-    operands = make_operands(product, rows, torch.device("cuda"), copies(2.0 * lines * product.inputs))
-    before = torch.zeros(0) if operands.residual is None else operands.residual.clone()
-    exact = skinny_linear_reference(
-        operands.x,
-        operands.weights[0],
-        norm=operands.norm,
-        activation=operands.activation,
-        residual=None if operands.residual is None else before.float(),
-    ).float()
-    timings = []
-    with torch.cuda.stream(watch.stream):
-        torch.cuda.synchronize()
-        library(operands, operands.weights[0])
-        first = Timing(None, watch.microseconds(partial(library, operands), operands.weights))
-        for tiling in tilings(product, rows):
-            try:
-                check(product, operands, tiling, exact, before)
-            except Exception as error:  # too much shared memory, say
-                if isinstance(error, AssertionError):
-                    raise
-                print(f"{product}, {rows} rows, {tiling}: {error}")
-                continue
-            time = watch.microseconds(partial(ours, operands, tiling), operands.weights)
-            timings.append(Timing(tiling, time))
-    return [first, *sorted(timings, key=lambda timing: timing.microseconds)]
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of one number of rows."""
+
+    table: ProductTable
+    library: float  # microseconds of a step without our products of more than one row
+    before: float  # with the table as it was
+    after: float
+    timings: dict[str, list[Timing]]  # by product, the shortest first
 
 
-def choose(timings: Sequence[Timing]) -> AnyTiling | None:
-    """The fastest."""
-    best = min(timings, key=lambda timing: timing.microseconds)
-    return best.tiling if best.microseconds <= WORTH * timings[0].microseconds else None
+def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
+    """The table with other choices for so many rows."""
+    batch = step.batch(rows)
+    step.warm_up(batch)
+    products = products_of(step.config)
+    nothing = table
+    for product in products:
+        nothing = nothing.with_choice(product, rows, None)
+    library, before = step.microseconds(batch, nothing), step.microseconds(batch, table)
+    choices: dict[Product, list[AnyTiling | None]] = {
+        product: [None, *checked_tilings(product, rows)] for product in products
+    }
+    timings: dict[str, list[Timing]] = {}
+    for _ in range(2):
+        for product, tried in choices.items():
+            found = [Timing(each, step.microseconds(batch, table.with_choice(product, rows, each))) for each in tried]
+            found.sort(key=lambda timing: timing.microseconds)
+            timings.setdefault(product.name, found)
+            table = table.with_choice(product, rows, choose(found, kernels_of(product, rows, table)))
+            choices[product] = [None, *(each.tiling for each in found[:FINALISTS] if each.tiling is not None)]
+    return Tuned(table, library, before, step.microseconds(batch, table), timings)
+
+
+def choose(timings: Sequence[Timing], used: Collection[AnyTiling]) -> AnyTiling | None:
+    """Of `timings`, the shortest first; what is as good and among the `used` kernels is preferred."""
+    best = timings[0]
+    library = next(each.microseconds for each in timings if each.tiling is None)
+    if best.tiling is None or best.microseconds > WORTH * library:
+        return None
+    for each in timings:
+        if each.tiling is not None and binary_of(each.tiling) in used and each.microseconds <= SAME * best.microseconds:
+            return each.tiling
+    return best.tiling
+
+
+def kernels_of(product: Product, rows: int, table: ProductTable) -> set[AnyTiling]:
+    """Those that other numbers of rows take for the product."""
+    choices = table.choices.get(product.name, {})
+    return {binary_of(tiling) for each, tiling in choices.items() if tiling is not None and each != rows}
 
 
 # --- compiling, side by side, before the GPU is touched ---
@@ -280,22 +374,24 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
             return run(kernel, *arguments, **{**named, "warmup": True})
 
         vars(kernel)["run"] = warm
-    operands = make_operands(product, rows, torch.device("cpu"), 1)
+    operands = make_operands(product, rows, torch.device("cpu"))
     try:
-        ours(operands, tiling, operands.weights[0])
+        multiply(operands, tiling)
     except Exception as error:
         print(f"{task}: {error}", flush=True)
+
+
+def binary_of(tiling: AnyTiling) -> AnyTiling:
+    """The same for all that share a binary."""
+    if isinstance(tiling, VectorTiling):
+        return replace(tiling, programs=0)
+    return replace(tiling, splits=min(tiling.splits, 2))
 
 
 def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
     """Every kernel that will be measured; returns how many."""
     tasks = {
-        # what a binary depends on: of one row, not on how many programs there are
-        (count == 1 and each.inputs, each.gated, each.adds, count, astuple(tiling)[: 2 if count == 1 else None]): (
-            each,
-            count,
-            tiling,
-        )
+        (count == 1 and each.inputs, each.gated, each.adds, binary_of(tiling)): (each, count, tiling)
         for each in products
         for count in rows
         for tiling in tilings(each, count)
@@ -313,34 +409,41 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--output", type=Path, help="folder of both files, in place of where the engine looks")
     chosen = parser.parse_args()
-    products = list(dict.fromkeys(product for name in chosen.model for product in products_of(model_folder(name))))
+    configs = {name: read_model(model_folder(name)) for name in chosen.model}
+    products = list(dict.fromkeys(product for config in configs.values() for product in products_of(config)))
     print(compile_all(products, chosen.rows), "kernels compiled", flush=True)
     device = torch.cuda.get_device_name()
-    watch = Stopwatch()
     table, times = read_table(device), []
     path = table_path(device)
     results = ROOT / "results" / f"products-{path.name}"
     if chosen.output:
         path, results = chosen.output / path.name, chosen.output / results.name
     command = " ".join(["python -m benchmarks.tune", *sys.argv[1:]])
-    for product in products:
+    for name, config in configs.items():
+        step = ShortStep(config)
         for rows in chosen.rows:
-            timings = measure(product, rows, watch)
-            if rows <= MOST_ROWS:
-                table = table.with_choice(product, rows, choose(timings))
+            tuned = tune(step, rows, table)
+            table = tuned.table
             times.append(
                 {
-                    "product": astuple(product),
+                    "model": name,
+                    "layers": step.config.num_layers,
                     "rows": rows,
-                    "library": timings[0].microseconds,
-                    "ours": [(each.microseconds, astuple(each.tiling)) for each in timings[1:7] if each.tiling],
+                    "library": tuned.library,
+                    "before": tuned.before,
+                    "after": tuned.after,
+                    "products": {
+                        product: [(each.microseconds, each.tiling and astuple(each.tiling)) for each in timings[:8]]
+                        for product, timings in tuned.timings.items()
+                    },
                 }
             )
-            limit = product.weight_bytes / 4.45e6
-            print(f"{product.name} {rows}: limit {limit:.1f}, library {timings[0].microseconds:.1f}", end="")
-            print("".join(f"; {each.microseconds:.1f} {each.tiling}" for each in timings[1:4]), flush=True)
-        write_table(path, table, command)
-        results.write_text(json.dumps({"command": command, "device": device, "times": times}), encoding="utf-8")
+            print(f"{name}, {step.config.num_layers} layers, {rows} rows: library {tuned.library:.1f} µs, ", end="")
+            print(f"table {tuned.before:.1f}, now {tuned.after:.1f}", flush=True)
+            for product in products_of(config):
+                print(f"  {product.name}: {table.tiling(product, rows)}", flush=True)
+            write_table(path, table, command)
+            results.write_text(json.dumps({"command": command, "device": device, "steps": times}), encoding="utf-8")
 
 
 if __name__ == "__main__":

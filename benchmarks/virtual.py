@@ -20,8 +20,13 @@ from itertools import count
 import numpy as np
 import torch
 
-from asyncllm.engine.execution.cuda_executor import PADDING_BEFORE_CAPTURE, first_graph_sizes, graph_sizes
-from asyncllm.engine.execution.sizes import mixed_chunk_tokens
+from asyncllm.engine.execution.cuda_executor import (
+    SAMPLER_TOKENS,
+    first_graph_sizes,
+    graph_sizes,
+    padding_before_capture,
+)
+from asyncllm.engine.execution.sizes import full_step_tokens, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.engine.scheduling.scheduler import Scheduler
@@ -40,10 +45,11 @@ from asyncllm.workloads import (
 )
 
 BLOCK = 64
-CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunk, which is the model's
+CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunks, which are the model's
     max_num_seqs=256,
     max_batched_tokens=8192,
     mixed_chunk_tokens=256,
+    full_step_tokens=1024,
     block_size=BLOCK,
     num_blocks=256 * 8192 // BLOCK,
     groups=(CacheGroup(),),
@@ -69,10 +75,12 @@ class StepModel:
     position: float  # of a decoding row
     shared: float  # of a decoding row, where another has read it for all
     pair: float
+    hiding: float = 2.0  # how well reading and computing hide each other: 1 not at all, infinity entirely
 
     def seconds(self, tokens: int, *, positions: float, shared: float, pairs: float) -> float:
         """Of a step that computes so many tokens, those that fill it up included."""
-        products = math.hypot(self.weights, tokens * self.token)
+        reading, computing = self.weights, tokens * self.token
+        products = math.pow(math.pow(reading, self.hiding) + math.pow(computing, self.hiding), 1 / self.hiding)
         around = self.fixed + (self.many if tokens > FEW else 0.0) + tokens * self.around
         return products + around + positions * self.position + shared * self.shared + pairs * self.pair
 
@@ -90,13 +98,14 @@ class Host:
 
 
 MODELS = {
-    # one row 3.9 ms, 128 rows of 286 tokens 6.4 ms, of which attention 1.5; prefill64 39,900 tokens a second
+    # one row 4.4 ms, 128 rows of 286 tokens 6.3 ms, of which attention 1.5; prefill64 39,900 tokens a second
     "llama-3.1-8b": StepModel(
         weight_bytes=16_060_000_000,
         fixed=0.3e-3,
         many=0.1e-3,
-        weights=3.56e-3,
-        token=20.5e-6,
+        weights=4.0e-3,
+        token=19.6e-6,
+        hiding=1.85,
         around=1.2e-6,
         position=36e-9,
         shared=4e-9,
@@ -150,15 +159,18 @@ MEASURED = {
 
 
 class Graphs:
-    """Which size a step is filled up to, as `CudaExecutor` chooses it."""
+    """Which size a step is filled up to, as `CudaExecutor` chooses it. Those of the start can filter, which the
+    workloads have no use for."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, weight_bytes: int) -> None:
         self._sizes = graph_sizes(config.max_batched_tokens)
         self._captured = {
-            (size, chunks)
+            (size, chunks, True)
             for chunks in (True, False)
             for size in first_graph_sizes(config.max_batched_tokens if chunks else config.max_num_seqs, chunks=chunks)
         }
+        self._captured.add((1, False, False))
+        self._padding = padding_before_capture(weight_bytes)
         self._padding_left: dict[tuple[int, bool], int] = {}
         self.captured = 0
 
@@ -166,14 +178,20 @@ class Graphs:
         """Captures it where it has been wanted often enough."""
         chunks, fitting = bool(plan.chunks), [size for size in self._sizes if size >= plan.num_tokens]
         best = (fitting[0], chunks)
-        if best in self._captured:
+        if (*best, False) in self._captured:
             return fitting[0]
-        left = self._padding_left.setdefault(best, PADDING_BEFORE_CAPTURE)
-        larger = [size for size in fitting if (size, chunks) in self._captured]
-        if left > 0 and larger:
-            self._padding_left[best] = left - (larger[0] - plan.num_tokens)
-            return larger[0]
-        self._captured.add(best)
+        left = self._padding_left.setdefault(best, self._padding)
+        ready = [
+            (size, filters)
+            for size in fitting
+            for filters in (False, True)
+            if (size, chunks, filters) in self._captured
+        ]
+        if left > 0 and ready:
+            size, filters = ready[0]
+            self._padding_left[best] = left - (size - plan.num_tokens) - SAMPLER_TOKENS * filters
+            return size
+        self._captured.add((*best, False))
         self.captured += 1
         return fitting[0]
 
@@ -319,9 +337,10 @@ class Engine:
 
 def simulate(model: StepModel, workload: Workload, *, mixed_chunk: int | None = None, passes: int = 1) -> Run:
     """The last of so many passes: graphs that were captured stay."""
-    chunk = mixed_chunk or mixed_chunk_tokens(torch.device("cuda"), model.weight_bytes)
-    config = replace(CONFIG, mixed_chunk_tokens=chunk)
-    graphs = Graphs(config)
+    device = torch.device("cuda")
+    chunk = mixed_chunk or mixed_chunk_tokens(device, model.weight_bytes)
+    config = replace(CONFIG, mixed_chunk_tokens=chunk, full_step_tokens=full_step_tokens(device, model.weight_bytes))
+    graphs = Graphs(config, model.weight_bytes)
     runs = [Engine(config, model, workload, graphs=graphs, seed=number).run() for number in range(passes)]
     return runs[-1]
 

@@ -47,11 +47,15 @@ http() {
     return $status
 }
 
-# Kernels side by side; not what looks at the device's memory. The interpreter's tests are the CPU's.
+# Side by side, since tests wait for kernels to be compiled more than for the GPU; those that look at memory look at their
+# own process's. Neighbours stay together, as they share what a module makes. The interpreter's tests are the CPU's.
 gpu_tests() {
     status=0
-    pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -m "not full" --maxfail 25 --durations 10 "$@"; }
-    pytest tests/gpu || status=1
+    pytest() {
+        "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m "not full" --maxfail 25 \
+            --durations 10 "$@"
+    }
+    pytest tests/gpu -n "$((($(nproc) + 1) / 2))" --dist worksteal || status=1
     pytest tests/kernels --ignore tests/kernels/test_interpreter.py -n "$(nproc)" || status=1
     return $status
 }
@@ -97,7 +101,9 @@ seconds() {
 }
 
 # A stage is this script again, in a process group of its own, so that one signal ends all of its processes.
+# It waits for them: tests that are cut short tell which have failed.
 if [ -n "${GPU_STAGE:-}" ]; then
+    trap 'exit 143' TERM
     stage=$GPU_STAGE
     run "$stage"
     exit

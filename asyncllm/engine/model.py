@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.scheduling.scheduler_config import SchedulerConfig
 from asyncllm.errors import AsyncLLMError, CheckpointError, InvalidParamsError, ModelLoadError
@@ -82,18 +83,20 @@ class NamedModel:
     async def __call__(self, config: EngineConfig, workers: Executor) -> ServedModel:
         """As `ModelLoader`."""
         try:
-            return await _load(self.name, config, workers)
+            with HeadStart() as head_start:
+                return await _load(self.name, config, workers, head_start)
         except AsyncLLMError:
             raise
         except Exception as error:  # what a damaged model makes of the packages that read it
             raise ModelLoadError(f"{self.name} cannot be loaded: {error!r}") from error
 
 
-async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedModel:
-    from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings huggingface_hub
+async def _load(name: str, config: EngineConfig, workers: Executor, head_start: HeadStart) -> ServedModel:
+    from asyncllm.weights.source import resolve_source  # noqa: PLC0415  # brings safetensors
 
     loop = asyncio.get_running_loop()
     source = await loop.run_in_executor(workers, resolve_source, name, config)
+    head_start.begin(config.device)
     defaults = sampling_defaults(source.generation_config) if config.model_defaults else {}
     ends = [source.generation_config.get("eos_token_id"), source.config.get("eos_token_id")]
     tokenizer = await loop.run_in_executor(workers, _load_tokenizer, source)
@@ -103,7 +106,8 @@ async def _load(name: str, config: EngineConfig, workers: Executor) -> ServedMod
         ends.append(tokenizer.eos_token_ids)
     from asyncllm.engine.execution.loading import load_runner  # noqa: PLC0415  # brings torch, so not for a wrong name
 
-    runner, facts = await load_runner(source, config)  # last: whatever fails before it has nothing to give back
+    # last: whatever fails before it has nothing to give back
+    runner, facts = await load_runner(source, config, head_start)
     return ServedModel(runner, facts, tokenizer, template, eos_token_ids(ends, facts.vocab_size), defaults)
 
 
@@ -143,6 +147,7 @@ def scheduler_config(facts: ModelFacts, config: EngineConfig) -> SchedulerConfig
         max_num_seqs=facts.max_num_seqs,
         max_batched_tokens=facts.max_batched_tokens,
         mixed_chunk_tokens=config.mixed_chunk_tokens or facts.mixed_chunk_tokens,
+        full_step_tokens=facts.full_step_tokens,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
         groups=facts.groups,

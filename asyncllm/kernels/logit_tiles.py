@@ -9,13 +9,10 @@ from __future__ import annotations
 import torch
 
 from asyncllm.kernels.language import ceil_div, jit, jit_unspecialized, tl
-from asyncllm.kernels.sampled_rows import AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
+from asyncllm.kernels.sampled_rows import TILE, AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
 from asyncllm.kernels.thresholds import largest_threshold
 
 # Measured on an H200, 256 rows of 151,936.
-TILE = 256
-"""Logits of a tile."""
-
 _AT_ONCE = 8
 _WARPS = 4
 
@@ -47,14 +44,14 @@ def read_logits(
 
 @jit_unspecialized("most_suppressed")
 def _sum_tiles_kernel(
-    tops: tl.tensor,
+    maxima: tl.tensor,
     sums: tl.tensor,
     logits: tl.tensor,
     adjusted: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     num_rows: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     suppress_before: tl.tensor,
     num_suppressed: tl.tensor,
     suppressed: tl.tensor,
@@ -83,18 +80,20 @@ def _sum_tiles_kernel(
         x = read_logits(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
     else:  # a look at each id's place costs as much as the sums
         x = clean(tl.load(source + ids))
-    if (is_adjusted == 0) & (tl.load(positions + index) < tl.load(suppress_before + row)):
+    # while the logits are on their way: after them, these reads would take as long again
+    temperature = tl.load(temperatures + row)
+    is_suppressing = tl.load(positions + index) < tl.load(suppress_before + row)
+    if (is_adjusted == 0) & is_suppressing:
         for i in range(0, tl.load(num_suppressed + row)):
             banned = tl.load(suppressed + row * most_suppressed + i)
             x = tl.where(ids == banned, float("-inf"), x)
             tl.store(source + banned, float("-inf"), mask=banned // (TILE * AT_ONCE) == tl.program_id(1))
     top = tl.max(x, axis=1)
-    heat = tl.load(temperature + row)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    factor = 1.4426950408889634 / tl.where(heat > 0.0, heat, 1.0)
+    factor = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
     total = tl.sum(tl.exp2((x - shift[:, None]) * factor), axis=1)
     target = index * TILES + tiles
-    tl.store(tops + target, top, mask=tiles < TILES)
+    tl.store(maxima + target, top, mask=tiles < TILES)
     tl.store(sums + target, total, mask=tiles < TILES)
 
 
@@ -105,12 +104,12 @@ def sum_tiles(
     workspace: SamplingWorkspace,
     adjusted: AdjustedLogits | None = None,
 ) -> None:
-    """Write the tops and sums of the first num_rows rows of logits to the workspace, and -infinity over the logits of
+    """Write the maxima and sums of the first num_rows rows of logits to the workspace, and -infinity over the logits of
     suppressed ids; the rest as `sample`."""
     tiles = ceil_div(where.vocabulary, TILE)
     others = adjusted or AdjustedLogits(where.rows, logits)
     _sum_tiles_kernel[(len(logits), ceil_div(tiles, _AT_ONCE))](
-        workspace.tops,
+        workspace.maxima,
         workspace.sums,
         logits,
         others.logits,
@@ -149,33 +148,30 @@ def sum_tiles_reference(
             logits[i, settings.suppressed[row, : settings.num_suppressed[row]].long()] = -torch.inf
         x = adjusted.logits[i] if is_adjusted and adjusted is not None else logits[i]
         x = x[: where.vocabulary].float().nan_to_num(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
-        heat = float(settings.temperature[row]) or 1.0
+        temperature = float(settings.temperature[row]) or 1.0
         for tile, start in enumerate(range(0, len(x), TILE)):
             part = x[start : start + TILE]
             top = part.max()
-            workspace.tops[i, tile] = top
-            workspace.sums[i, tile] = ((part - top.clamp(min=torch.finfo(top.dtype).min)) / heat).exp().sum()
+            workspace.maxima[i, tile] = top
+            workspace.sums[i, tile] = ((part - top.clamp(min=torch.finfo(top.dtype).min)) / temperature).exp().sum()
 
 
 @jit
-def tile_weights(
-    peaks: tl.tensor, sums: tl.tensor, highest: tl.tensor, heat: tl.tensor, TILES: tl.constexpr, TILES_PAD: tl.constexpr
-) -> tl.tensor:
-    """Of each tile, the sum of exp((logit - highest) / heat), as float32."""
-    tiles = tl.arange(0, TILES_PAD)
-    weights = tl.load(sums + tiles, mask=tiles < TILES, other=0.0) * tl.exp((peaks - highest) * (1.0 / heat))
-    return tl.where(peaks == float("-inf"), 0.0, weights)
+def tile_weights(tile_maxima: tl.tensor, sums: tl.tensor, highest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Of each tile, the sum of exp((logit - highest) / temperature), as float32; from its maximum and its own sum."""
+    weights = sums * tl.exp((tile_maxima - highest) * (1.0 / temperature))
+    return tl.where(tile_maxima == float("-inf"), 0.0, weights)
 
 
 @jit
 def lower_bound(
-    peaks: tl.tensor,
+    tile_maxima: tl.tensor,
     highest: tl.tensor,
     total: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    nucleus: tl.tensor,
-    share: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
@@ -184,18 +180,20 @@ def lower_bound(
     lowest = tl.full([], float("-inf"), tl.float32)
     low = lowest
     tiles = tl.arange(0, TILES_PAD)
-    if (k > 0) & (k < VOCABULARY):
+    if (top_k > 0) & (top_k < VOCABULARY):
         # the k-th largest logit is no less than the k-th largest of the tiles' maxima
-        low = largest_threshold(peaks, (tiles < TILES).to(tl.float32), 0.0, k.to(tl.float32), lowest, highest, 8)
-    elif nucleus < 1.0:
+        low = largest_threshold(
+            tile_maxima, (tiles < TILES).to(tl.float32), 0.0, top_k.to(tl.float32), lowest, highest, 8
+        )
+    elif top_p < 1.0:
         # tokens that each hold less than (1 - top_p) / vocabulary hold together less than what may be left out; and the
         # maxima alone may hold top_p, rounding apart
-        held = tl.where(peaks == float("-inf"), 0.0, tl.exp((peaks - highest) * (1.0 / heat)))
-        low = largest_threshold(peaks, held, 0.0, nucleus * total * 1.0001, lowest, highest, 8)
-        low = tl.maximum(low, highest + heat * tl.log((1.0 - nucleus) * total * (0.5 / VOCABULARY)))
-    if (share > 0.0) & ((k <= 0) | (k >= VOCABULARY) | (nucleus >= 1.0)):
+        held = tl.where(tile_maxima == float("-inf"), 0.0, tl.exp((tile_maxima - highest) * (1.0 / temperature)))
+        low = largest_threshold(tile_maxima, held, 0.0, top_p * total * 1.0001, lowest, highest, 8)
+        low = tl.maximum(low, highest + temperature * tl.log((1.0 - top_p) * total * (0.5 / VOCABULARY)))
+    if (min_p > 0.0) & ((top_k <= 0) | (top_k >= VOCABULARY) | (top_p >= 1.0)):
         # what min-p drops counts among what top-p holds a share of, where that follows top-k
-        low = tl.maximum(low, highest + heat * tl.log(share))
+        low = tl.maximum(low, highest + temperature * tl.log(min_p))
     return low
 
 
@@ -208,7 +206,7 @@ def draw_from_tiles(
     highest: tl.tensor,
     threshold: tl.tensor,
     uniform: tl.tensor,
-    heat: tl.tensor,
+    temperature: tl.tensor,
     ADJUSTED: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES_PAD: tl.constexpr,
@@ -216,7 +214,7 @@ def draw_from_tiles(
 ) -> tl.tensor:
     """A token of those at or above the threshold. weights [TILES_PAD] float64: what those of each tile weigh."""
     tiles = tl.arange(0, TILES_PAD)
-    factor = 1.0 / heat
+    factor = 1.0 / temperature
     reached = tl.cumsum(weights, axis=0)
     target = uniform * tl.max(reached, axis=0)
     # rounding may leave the target above every sum: then the last with a share

@@ -495,9 +495,7 @@ def _merge(
         summed = tl.zeros([LINES, DIM_PAD], tl.float32)
         for first_part in range(0, splits + shared_parts, PARTS):
             parts = first_part + tl.arange(0, PARTS)
-            place = tl.where(
-                parts < splits, line + parts * stride, shared_line + (parts - splits) * shared_stride
-            )
+            place = tl.where(parts < splits, line + parts * stride, shared_line + (parts - splits) * shared_stride)
             index = (place[:, None] + lines[None, :]).to(tl.int64) * KV_HEADS + head  # [PARTS, LINES]
             known = (parts < splits + shared_parts)[:, None] & (first_row + lines < row_end)[None, :]
             # past the first-level cache, where another launch may have left older values

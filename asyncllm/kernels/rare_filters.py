@@ -1,8 +1,9 @@
 """Filters that few rows use, and those after which they come: top_n_sigma, top-k, typical_p, top-p, min-p, xtc, in this
 order, on the adjusted logits of the rows whose duty they are. What is dropped becomes -infinity.
 
-One program a row reads it a few times; a threshold is the largest number that leaves enough, found over its bits by
-trying four at a time. A row may take a millisecond. What they do is as in `engine/execution/sampler.py`.
+One program a row reads it a few times. A threshold is the largest number that leaves enough: looked for over its bits,
+four at a time, until few logits are left to decide between, which are listed. What they do is as in
+`engine/execution/sampler.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from asyncllm.kernels.language import constexpr, jit, tl
 from asyncllm.kernels.logit_adjustment import RowAdjustments
 from asyncllm.kernels.logit_tiles import clean
-from asyncllm.kernels.sampled_rows import FILTERS, LogitRows, RowSettings
-from asyncllm.kernels.thresholds import number_of, order_of
+from asyncllm.kernels.sampled_rows import FILTERS, LogitRows, RowSettings, SamplingWorkspace
+from asyncllm.kernels.thresholds import largest_threshold, number_of, order_of
 from asyncllm.kernels.uniform_draw import philox4x32, uniform_draw
 
 _BLOCK = 4096
@@ -24,11 +25,9 @@ _FILTERS = constexpr(FILTERS)
 
 
 @jit
-def _key(x: tl.tensor, highest: tl.tensor, factor: tl.tensor, middle: tl.tensor, TYPICAL: tl.constexpr) -> tl.tensor:
-    """What is to be as large as can be: the logit, or minus the distance of its surprise from the expected one."""
-    if TYPICAL:
-        return -tl.abs((x - highest) * factor - middle)
-    return x
+def _typicality(x: tl.tensor, highest: tl.tensor, factor: tl.tensor, middle: tl.tensor) -> tl.tensor:
+    """Minus the distance of a logit's surprise from the expected one."""
+    return -tl.abs((x - highest) * factor - middle)
 
 
 @jit
@@ -36,11 +35,29 @@ def _is_kept(
     x: tl.tensor, low: tl.tensor, nearest: tl.tensor, highest: tl.tensor, factor: tl.tensor, middle: tl.tensor
 ) -> tl.tensor:
     """By the filters so far: at least `low`, and within the distance `nearest` of what is typical."""
-    return (x >= low) & (x > float("-inf")) & (_key(x, highest, factor, middle, True) >= nearest)
+    return (x >= low) & (x > float("-inf")) & (_typicality(x, highest, factor, middle) >= nearest)
 
 
 @jit
-def _mass(
+def _read_kept(
+    source: tl.tensor,
+    start: tl.tensor,
+    low: tl.tensor,
+    nearest: tl.tensor,
+    highest: tl.tensor,
+    factor: tl.tensor,
+    middle: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """A block of logits, and which of them are kept."""
+    ids = start + tl.arange(0, BLOCK)
+    x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
+    return x, _is_kept(x, low, nearest, highest, factor, middle)
+
+
+@jit
+def _weigh(
     source: tl.tensor,
     low: tl.tensor,
     nearest: tl.tensor,
@@ -49,86 +66,121 @@ def _mass(
     middle: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The sum of exp((x - highest) * factor) over what is kept, as float64."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """The sum of exp((x - highest) * factor) over what is kept, as float64; and the mean of (x - highest) * factor by
+    these weights."""
     total = tl.zeros([], tl.float64)
+    expected = tl.zeros([], tl.float64)
     for start in range(0, SIZE, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-        kept = _is_kept(x, low, nearest, highest, factor, middle)
-        total += tl.sum(tl.where(kept, tl.exp((x - highest) * factor), 0.0), axis=0).to(tl.float64)
-    return total
+        x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+        scaled = tl.where(kept, (x - highest) * factor, 0.0)
+        weights = tl.where(kept, tl.exp(scaled), 0.0)
+        total += tl.sum(weights, axis=0).to(tl.float64)
+        expected += tl.sum(scaled * weights, axis=0).to(tl.float64)
+    return total, (expected / total).to(tl.float32)
 
 
 @jit
-def _largest_threshold(
+def _search(
     source: tl.tensor,
+    candidates: tl.tensor,
     low: tl.tensor,
     nearest: tl.tensor,
     need: tl.tensor,
     highest: tl.tensor,
     factor: tl.tensor,
     middle: tl.tensor,
-    BY_COUNT: tl.constexpr,
-    TYPICAL: tl.constexpr,
+    by_count: tl.tensor,
+    by_typicality: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
-    """The largest threshold at which the kept tokens whose key reaches it number `need` (or hold so much), if any."""
+    """The largest threshold at which the kept logits that reach it number `need` (or hold so much), if any; or those
+    whose typicality does. Once few lie between the thresholds that still stand, it is found among these."""
     bottom = order_of(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
     top = order_of(tl.full([], float("inf"), tl.float32)).to(tl.int64)
-    marks_of = tl.arange(0, 4)
-    while top - bottom > 1:
+    above = tl.zeros([], tl.float64)  # what reaches `top` holds
+    at_least = tl.zeros([], tl.int32)  # how many reach `top`
+    at_most = tl.full([], SIZE, tl.int32)  # how many reach `bottom`
+    ways = tl.arange(0, 4)
+    while (top - bottom > 1) & (at_most - at_least > CANDIDATES):
         step = (top - bottom + 3) // 4
-        marks = bottom + step * (1 + marks_of)
+        marks = bottom + step * (1 + ways)
         limits = tl.minimum(marks, 0x7F800000).to(tl.int32)
         sums = tl.zeros([4, BLOCK], tl.float32)
+        counts = tl.zeros([4, BLOCK], tl.int32)
         for start in range(0, SIZE, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-            kept = _is_kept(x, low, nearest, highest, factor, middle)
-            measure = kept.to(tl.float32)
-            if not BY_COUNT:
-                measure = tl.where(kept, tl.exp((x - highest) * factor), 0.0)
-            orders = order_of(tl.where(kept, _key(x, highest, factor, middle, TYPICAL), float("-inf")))
-            sums += tl.where(orders[None, :] >= limits[:, None], measure[None, :], 0.0)
-        held = tl.sum(sums.to(tl.float64), axis=1)
-        passed = tl.sum(((held >= need) & (marks < top)).to(tl.int64), axis=0)
+            x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+            key = tl.where(by_typicality, _typicality(x, highest, factor, middle), x)
+            reaches = order_of(tl.where(kept, key, float("-inf")))[None, :] >= limits[:, None]
+            sums += tl.where(reaches, tl.where(kept, tl.exp((x - highest) * factor), 0.0)[None, :], 0.0)
+            counts += (reaches & kept[None, :]).to(tl.int32)
+        count = tl.sum(counts, axis=1)
+        held = tl.where(by_count, count.to(tl.float64), tl.sum(sums.to(tl.float64), axis=1))
+        passed = tl.sum(((held >= need) & (marks < top)).to(tl.int32), axis=0)
+        is_top = (ways == passed) & (marks < top)
+        found = tl.sum(is_top.to(tl.int32), axis=0) > 0
+        above = tl.where(found, tl.sum(tl.where(is_top, held, 0.0), axis=0), above)
+        at_least = tl.where(found, tl.sum(tl.where(is_top, count, 0), axis=0), at_least)
+        at_most = tl.where(passed > 0, tl.sum(tl.where(ways == passed - 1, count, 0), axis=0), at_most)
         top = tl.minimum(top, bottom + step * (passed + 1))
         bottom += step * passed
-    return number_of(bottom.to(tl.int32))
+    threshold = number_of(bottom.to(tl.int32))
+    if top - bottom > 1:
+        filled = tl.zeros([], tl.int32)
+        tl.debug_barrier()  # others may still read the list of before
+        for start in range(0, SIZE, BLOCK):
+            x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+            key = tl.where(by_typicality, _typicality(x, highest, factor, middle), x)
+            order = order_of(key).to(tl.int64)
+            chosen = kept & (order >= bottom) & (order < top)
+            place = filled + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            tl.store(candidates + place, x, mask=chosen)
+            filled += tl.sum(chosen.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        places = tl.arange(0, CANDIDATES)
+        x = tl.load(candidates + places, mask=places < filled, other=float("-inf"))
+        key = tl.where(by_typicality, _typicality(x, highest, factor, middle), x)
+        weights = tl.where(by_count, 1.0, tl.exp((x - highest) * factor))
+        measure = tl.where(places < filled, weights, 0.0).to(tl.float64)
+        threshold = largest_threshold(key, measure, above, need, threshold, number_of((top - 1).to(tl.int32)), 4)
+    return threshold
 
 
 @jit
 def _rare_filters_kernel(
     adjusted: tl.tensor,
+    candidates: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     num_rows: tl.tensor,
     duties: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    choice: tl.tensor,
-    typical_p: tl.tensor,
-    top_n_sigma: tl.tensor,
-    xtc_probability: tl.tensor,
-    xtc_threshold: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    seeds: tl.tensor,
+    choices: tl.tensor,
+    typical_ps: tl.tensor,
+    top_n_sigmas: tl.tensor,
+    xtc_probabilities: tl.tensor,
+    xtc_thresholds: tl.tensor,
     ADJUSTED_STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
     if index >= tl.load(num_rows):
         return
     row = tl.load(rows + index)
-    heat = tl.load(temperature + row)
-    if ((tl.load(duties + row) & _FILTERS) == 0) | (heat <= 0.0):
+    temperature = tl.load(temperatures + row)
+    if ((tl.load(duties + row) & _FILTERS) == 0) | (temperature <= 0.0):
         return
     source = adjusted + index.to(tl.int64) * ADJUSTED_STRIDE
-    factor = 1.0 / heat
+    candidates += index.to(tl.int64) * CANDIDATES
+    factor = 1.0 / temperature
     highest = tl.full([], float("-inf"), tl.float32)
     count = tl.zeros([], tl.int32)
     for start in range(0, SIZE, BLOCK):
@@ -143,7 +195,7 @@ def _rare_filters_kernel(
     low = tl.full([], float("-inf"), tl.float32)
     nearest = low
     middle = tl.zeros([], tl.float32)
-    sigmas = tl.load(top_n_sigma + row)
+    sigmas = tl.load(top_n_sigmas + row)
     if sigmas > 0.0:
         total = tl.zeros([], tl.float64)
         for start in range(0, SIZE, BLOCK):
@@ -158,71 +210,62 @@ def _rare_filters_kernel(
             far = tl.where(x > float("-inf"), x - highest - mean, 0.0)
             total += tl.sum(far * far, axis=0).to(tl.float64)
         low = highest - sigmas * tl.sqrt((total / count).to(tl.float32))
-    k = tl.load(top_k + row)
-    if (k > 0) & (k < SIZE):
-        bound = _largest_threshold(
-            source, low, nearest, k.to(tl.float64), highest, factor, middle, True, False, SIZE, BLOCK
-        )
-        low = tl.maximum(low, bound)
-    share = tl.load(typical_p + row)
-    if share < 1.0:
-        total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
-        expected = tl.zeros([], tl.float64)
-        for start in range(0, SIZE, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-            scaled = tl.where(_is_kept(x, low, nearest, highest, factor, middle), (x - highest) * factor, 0.0)
-            weight = tl.where(_is_kept(x, low, nearest, highest, factor, middle), tl.exp(scaled), 0.0)
-            expected += tl.sum(scaled * weight, axis=0).to(tl.float64)
-        middle = (expected / total).to(tl.float32)  # surprise - expected surprise = middle - scaled logit
-        nearest = _largest_threshold(
-            source, low, nearest, share.to(tl.float64) * total, highest, factor, middle, False, True, SIZE, BLOCK
-        )
-    share = tl.load(top_p + row)
-    if share < 1.0:
-        total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
-        bound = _largest_threshold(
-            source, low, nearest, share.to(tl.float64) * total, highest, factor, middle, False, False, SIZE, BLOCK
-        )
-        low = tl.maximum(low, bound)
-    share = tl.load(min_p + row)
-    if share > 0.0:
+    top_k = tl.load(top_ks + row)
+    typical_p = tl.load(typical_ps + row)
+    top_p = tl.load(top_ps + row)
+    for stage in range(0, 3):  # top-k, typical_p, top-p; one after another, since a search is much code
+        by_count = stage == 0
+        by_typicality = stage == 1
+        share = tl.where(by_typicality, typical_p, top_p)
+        if tl.where(by_count, (top_k > 0) & (top_k < SIZE), share < 1.0):
+            total, expected = _weigh(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
+            # surprise - expected surprise = expected scaled logit - scaled logit
+            middle = tl.where(by_typicality, expected, middle)
+            need = tl.where(by_count, top_k.to(tl.float64), share.to(tl.float64) * total)
+            bound = _search(
+                source, candidates, low, nearest, need, highest, factor, middle, by_count, by_typicality,
+                SIZE, BLOCK, CANDIDATES,
+            )  # fmt: skip
+            low = tl.where(by_typicality, low, tl.maximum(low, bound))
+            nearest = tl.where(by_typicality, bound, nearest)
+    min_p = tl.load(min_ps + row)
+    if min_p > 0.0:
         peak = tl.full([], float("-inf"), tl.float32)
         for start in range(0, SIZE, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-            x = tl.where(_is_kept(x, low, nearest, highest, factor, middle), x, float("-inf"))
-            peak = tl.maximum(peak, tl.max(x, axis=0))
-        low = tl.maximum(low, peak + heat * tl.log(share))
+            x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+            peak = tl.maximum(peak, tl.max(tl.where(kept, x, float("-inf")), axis=0))
+        low = tl.maximum(low, peak + temperature * tl.log(min_p))
     high = tl.full([], float("inf"), tl.float32)
-    chance = tl.load(xtc_probability + row)
+    chance = tl.load(xtc_probabilities + row)
     if chance > 0.0:
-        uniform = uniform_draw(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row), 1)
+        uniform = uniform_draw(tl.load(seeds + row), tl.load(positions + index).to(tl.int64), tl.load(choices + row), 1)
         if uniform <= chance.to(tl.float64):
-            total = _mass(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
-            enough = (tl.load(xtc_threshold + row).to(tl.float64) * total).to(tl.float32)
+            total, _expected = _weigh(source, low, nearest, highest, factor, middle, SIZE, BLOCK)
+            enough = (tl.load(xtc_thresholds + row).to(tl.float64) * total).to(tl.float32)
             for start in range(0, SIZE, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-                chosen = _is_kept(x, low, nearest, highest, factor, middle)
-                chosen &= tl.exp((x - highest) * factor) >= enough
+                x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+                chosen = kept & (tl.exp((x - highest) * factor) >= enough)
                 high = tl.minimum(high, tl.min(tl.where(chosen, x, float("inf")), axis=0))
     tl.debug_barrier()
     for start in range(0, SIZE, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        x = tl.load(source + ids, mask=ids < SIZE, other=float("-inf"))
-        kept = _is_kept(x, low, nearest, highest, factor, middle) & (x <= high)
-        tl.store(source + ids, float("-inf"), mask=(kept == 0) & (ids < SIZE))
+        x, kept = _read_kept(source, start, low, nearest, highest, factor, middle, SIZE, BLOCK)
+        tl.store(source + ids, float("-inf"), mask=((kept & (x <= high)) == 0) & (ids < SIZE))
 
 
 def filter_rare_rows(
-    adjusted: torch.Tensor, where: LogitRows, settings: RowSettings, adjustments: RowAdjustments
+    adjusted: torch.Tensor,
+    where: LogitRows,
+    settings: RowSettings,
+    adjustments: RowAdjustments,
+    workspace: SamplingWorkspace,
 ) -> None:
     """Filter adjusted [n, at least vocabulary] float32 of the drawn rows whose duty is `FILTERS`; the rest as
     `sample`."""
     if len(adjusted):
         _rare_filters_kernel[(len(adjusted),)](
             adjusted,
+            workspace.candidates,
             where.rows,
             where.positions,
             where.num_rows,
@@ -235,6 +278,7 @@ def filter_rare_rows(
             ADJUSTED_STRIDE=adjusted.stride(0),
             SIZE=where.vocabulary,
             BLOCK=_BLOCK,
+            CANDIDATES=workspace.candidates.shape[1],
             num_warps=16,
         )
 
@@ -245,14 +289,14 @@ def filter_rare_rows_reference(
     """`filter_rare_rows` in plain torch, row by row, in float64."""
     for i in range(int(where.num_rows)):
         row = int(where.rows[i])
-        heat = float(settings.temperature[row])
-        if not int(adjustments.integers("duties")[row]) & FILTERS or heat == 0.0:
+        temperature = float(settings.temperature[row])
+        if not int(adjustments.integers("duties")[row]) & FILTERS or temperature == 0.0:
             continue
         x = adjusted[i, : where.vocabulary]
         x.nan_to_num_(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
         if not bool((x > -torch.inf).any()):
             continue
-        scaled = x.double() / heat
+        scaled = x.double() / temperature
         sigmas, k = float(adjustments.floats("top_n_sigma")[row]), int(settings.top_k[row])
         if sigmas > 0.0:
             finite = scaled[scaled > -torch.inf]

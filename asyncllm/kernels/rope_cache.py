@@ -52,47 +52,53 @@ def _rope_cache_kernel(
     NARROW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    # What depends on nothing is loaded first, then what depends on it together with the heads: one wait, if the first
-    # one passes while the kernel before still runs.
+    # All but the heads is loaded while the kernel before still runs.
     token = tl.program_id(0)
     count = tl.load(num_tokens)
     position = tl.load(positions + token)
     row = tl.load(rows + token)
     angle = tl.load(angles + token)
-    await_previous(OVERLAP)
-    launch_next(OVERLAP)
 
     half: tl.constexpr = ROTARY // 2
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_query = heads < Q_HEADS
     is_key = (heads >= Q_HEADS) & (heads < Q_HEADS + KV_HEADS)
     is_value = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
+    rotates = (is_query | is_key)[:, None]
     pairs = tl.arange(0, HALF_PAD)
+    if REST_PAD:
+        others = ROTARY + tl.arange(0, REST_PAD)
     known = (heads < Q_HEADS + 2 * KV_HEADS)[:, None]
     entry = tl.where(token < count, row.to(tl.int64) * table_width + position // BLOCK_SIZE, 0)
     block = tl.load(block_table + entry).to(tl.int64)
     turn = table + tl.where(token < count, angle, 0).to(tl.int64) * ROTARY + pairs
     cosine = tl.load(turn, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(turn + half, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
+    if NORM:
+        low_weights = _head_weights(query_norm, key_norm, is_query, rotates, pairs, half)
+        high_weights = _head_weights(query_norm + half, key_norm + half, is_query, rotates, pairs, half)
+        if REST_PAD:
+            rest_weights = _head_weights(query_norm, key_norm, is_query, rotates, others, DIM)
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
+
     source = qkv + token.to(tl.int64) * QKV_STRIDE + heads[:, None] * DIM
     low = tl.load(source + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     high = tl.load(source + half + pairs[None, :], mask=known & (pairs < half)[None, :], other=0.0).to(tl.float32)
     if REST_PAD:
-        others = ROTARY + tl.arange(0, REST_PAD)
         rest = tl.load(source + others[None, :], mask=known & (others < DIM)[None, :], other=0.0).to(tl.float32)
     if token >= count:
         return
 
-    rotates = (is_query | is_key)[:, None]
     if NORM:
         squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
         if REST_PAD:
             squares += tl.sum(rest * rest, axis=1)
         scale = tl.where(rotates, (1.0 / tl.sqrt_rn(squares / DIM + epsilon))[:, None], 1.0)
-        low *= scale * _head_weights(query_norm, key_norm, is_query, rotates, pairs, half)
-        high *= scale * _head_weights(query_norm + half, key_norm + half, is_query, rotates, pairs, half)
+        low *= scale * low_weights
+        high *= scale * high_weights
         if REST_PAD:
-            rest *= scale * _head_weights(query_norm, key_norm, is_query, rotates, others, DIM)
+            rest *= scale * rest_weights
 
     turned_low = tl.where(rotates, low * cosine - high * sine, _finite(low, LIMIT))
     turned_high = tl.where(rotates, high * cosine + low * sine, _finite(high, LIMIT))
@@ -188,7 +194,7 @@ def rope_cache(
     if query is None:
         query = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     # one program takes a few heads while tokens are few, so that a decode step fills the GPU
-    per_program = min(next_power_of_2(heads), 4 if uniform or tokens <= 256 else 16)
+    per_program = min(next_power_of_2(heads), 8 if uniform or tokens <= 256 else 16)
     if tokens:
         _rope_cache_kernel[(tokens, ceil_div(heads, per_program))](
             query,
@@ -217,7 +223,7 @@ def rope_cache(
             NORM=norm is not None,
             LIMIT=torch.finfo(cache.dtype).max,
             NARROW=cache.dtype != qkv.dtype,
-            num_warps=1 if per_program <= 4 else 4,
+            num_warps=max(1, per_program // 4),
             **overlap_options(qkv.device),
         )
     return query

@@ -1,5 +1,7 @@
 """Requests take rows: their settings go from words that the host wrote into the state of the rows.
 
+Mostly a step does that itself, see `step_layout`; this launch is for rows that have suppressed ids.
+
 A record is `RECORD_WORDS` int32 words: the eight settings in the order of `JOIN_SETTINGS` (float32 ones as their bits),
 the low and high half of the seed, the row, and where the row's suppressed ids begin among those of all records.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import jit_unspecialized, tl
+from asyncllm.kernels.language import jit, jit_unspecialized, tl
 
 JOIN_SETTINGS = (
     "prompt_tokens",
@@ -25,6 +27,17 @@ _SEED, _ROW, _FIRST = 8, 10, 11
 _BLOCK = 128
 
 
+@jit
+def take_row(record: tl.tensor, settings: tl.tensor, seeds: tl.tensor, rows: tl.int32) -> tl.tensor:
+    """Write a record, all but its suppressed ids. Returns the row."""
+    row = tl.load(record + 10)
+    fields = tl.arange(0, 8)
+    tl.store(settings + fields * rows + row, tl.load(record + fields))
+    halves = tl.arange(0, 2)
+    tl.store(seeds + 2 * row + halves, tl.load(record + 8 + halves))
+    return row
+
+
 @jit_unspecialized("most")
 def _row_join_kernel(
     settings: tl.tensor,
@@ -38,11 +51,7 @@ def _row_join_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     record = records + tl.program_id(0) * RECORD
-    row = tl.load(record + 10)
-    fields = tl.arange(0, 8)
-    tl.store(settings + fields * rows + row, tl.load(record + fields))
-    halves = tl.arange(0, 2)
-    tl.store(seeds + 2 * row + halves, tl.load(record + 8 + halves))
+    row = take_row(record, settings, seeds, rows)
     count = tl.load(record + 7)
     first = tl.load(record + 11)
     for start in range(0, count, BLOCK):

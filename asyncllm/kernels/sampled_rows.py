@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.kernels.language import ceil_div, next_power_of_2
+
+TILE = 256
+"""Logits whose maximum and sum are known together. Measured on an H200, 256 rows of 151,936."""
+
 ADJUSTS, FILTERS, MASKS, COUNTS, LATE = 1, 2, 4, 8, 16
 """Duties of a row: any of these has its logits spread out. `FILTERS`: see `rare_filters`; `LATE`: see `late_logits`;
 `MASKS` and `COUNTS` say what `logit_adjustment` has to look at."""
@@ -36,7 +41,7 @@ class RowSettings:
     suppressed: torch.Tensor  # [rows, most] int32, dense
 
     def draw_arguments(self) -> tuple[torch.Tensor, ...]:
-        """What a kernel that filters and draws takes of them, in this order."""
+        """What a kernel that filters or draws takes of them, in this order."""
         return self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.choice
 
 
@@ -52,10 +57,59 @@ class AdjustedLogits:
 class SamplingWorkspace:
     """Device memory between the launches of `sample`, for one stream. Make it with `make_sampling_workspace`."""
 
-    tops: torch.Tensor  # [n, tiles] float32: largest logit of a tile
+    maxima: torch.Tensor  # [n, tiles] float32: largest logit of a tile
     sums: torch.Tensor  # [n, tiles] float32: its sum of exp((logit - top) / temperature), in the end of kept tokens
     lists: torch.Tensor  # [n, tiles] int32: tiles that reach a threshold; of a wide row, where the list's parts end
     is_wide: torch.Tensor  # [n] int32: 1 where the filters may keep too many logits for the short list
     candidates: torch.Tensor  # [n, most] float32: logits that filters may keep
     candidate_ids: torch.Tensor  # [n, few] int32: of a short list
     reached: torch.Tensor  # [n, most] float64: of a wide row, what the list's kept tokens weigh, added up
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the launches have in common that draw a token for each row, the arguments of `sample`."""
+
+    logits: torch.Tensor
+    where: LogitRows
+    settings: RowSettings
+    workspace: SamplingWorkspace
+    token_ids: torch.Tensor
+    row_token_ids: torch.Tensor
+    adjusted: AdjustedLogits | None
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """What their kernels take first, in this order."""
+        workspace, where = self.workspace, self.where
+        others = self.adjusted or AdjustedLogits(where.rows, self.logits)
+        return (
+            self.token_ids,
+            self.row_token_ids,
+            workspace.is_wide,
+            workspace.maxima,
+            workspace.sums,
+            workspace.lists,
+            workspace.candidates,
+            self.logits,
+            others.logits,
+            where.rows,
+            where.positions,
+            where.num_rows,
+            *self.settings.draw_arguments(),
+            others.duties,
+        )
+
+    def constants(self) -> dict[str, int]:
+        """What their kernels are compiled for."""
+        adjusted = self.logits if self.adjusted is None else self.adjusted.logits
+        tiles = ceil_div(self.where.vocabulary, TILE)
+        return {
+            "LOGITS_STRIDE": self.logits.stride(0),
+            "ADJUSTED_STRIDE": adjusted.stride(0),
+            "ADJUSTED": self.adjusted is not None,
+            "VOCABULARY": self.where.vocabulary,
+            "TILES": tiles,
+            "TILES_PAD": next_power_of_2(tiles),
+            "TILE": TILE,
+            "CANDIDATES": self.workspace.candidates.shape[1],
+        }

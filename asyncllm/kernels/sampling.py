@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, constexpr, jit, next_power_of_2, tl
-from asyncllm.kernels.logit_tiles import TILE, draw_from_tiles, lower_bound, read_logits, sum_tiles, tile_weights
-from asyncllm.kernels.sampled_rows import FILTERS, AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
+from asyncllm.kernels.language import ceil_div, constexpr, jit, tl
+from asyncllm.kernels.logit_tiles import draw_from_tiles, lower_bound, read_logits, sum_tiles, tile_weights
+from asyncllm.kernels.sampled_rows import FILTERS, TILE, AdjustedLogits, Draw, LogitRows, RowSettings, SamplingWorkspace
 from asyncllm.kernels.thresholds import largest_threshold
 from asyncllm.kernels.uniform_draw import philox4x32, uniform_draw
 from asyncllm.kernels.wide_rows import draw_wide_rows
@@ -45,7 +45,7 @@ def make_sampling_workspace(
         return torch.empty(shape, dtype=dtype, device=device)
 
     return SamplingWorkspace(
-        tops=make(max_rows, tiles),
+        maxima=make(max_rows, tiles),
         sums=make(max_rows, tiles),
         lists=make(max_rows, tiles, dtype=torch.int32),
         is_wide=make(max_rows, dtype=torch.int32),
@@ -57,11 +57,11 @@ def make_sampling_workspace(
 
 @jit
 def _list_tiles(
-    tops: tl.tensor, targets: tl.tensor, low: tl.tensor, TILES: tl.constexpr, PAD: tl.constexpr
+    maxima: tl.tensor, targets: tl.tensor, low: tl.tensor, TILES: tl.constexpr, PAD: tl.constexpr
 ) -> tl.tensor:
     """Write the numbers of the tiles that reach `low`, in order; returns how many."""
     tiles = tl.arange(0, PAD)
-    reach = tl.load(tops + tiles, mask=tiles < TILES, other=float("-inf")) >= low
+    reach = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf")) >= low
     reach &= tiles < TILES
     place = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     tl.debug_barrier()  # others may still read the list of before
@@ -117,26 +117,26 @@ def _draw_candidate(
     highest: tl.tensor,
     total: tl.tensor,
     uniform: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    nucleus: tl.tensor,
-    share: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
     VOCABULARY: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
     """A token of the candidates, which hold all that the filters keep; `total` sums over the whole vocabulary."""
     places = tl.arange(0, SIZE)
     x = tl.load(candidates + places, mask=places < filled, other=float("-inf"))
-    weights = tl.exp((x - highest) * (1.0 / heat))
+    weights = tl.exp((x - highest) * (1.0 / temperature))
     threshold = low
-    if (k > 0) & (k < VOCABULARY):
-        threshold = largest_threshold(x, (places < filled).to(tl.float32), 0.0, k.to(tl.float32), low, highest, 8)
+    if (top_k > 0) & (top_k < VOCABULARY):
+        threshold = largest_threshold(x, (places < filled).to(tl.float32), 0.0, top_k.to(tl.float32), low, highest, 8)
         weights = tl.where(x >= threshold, weights, 0.0)
         total = tl.sum(weights, axis=0)
-    if nucleus < 1.0:
-        threshold = largest_threshold(x, weights, 0.0, nucleus * total, threshold, highest, 8)
-    if share > 0.0:
-        threshold = tl.maximum(threshold, highest + heat * tl.log(share))
+    if top_p < 1.0:
+        threshold = largest_threshold(x, weights, 0.0, top_p * total, threshold, highest, 8)
+    if min_p > 0.0:
+        threshold = tl.maximum(threshold, highest + temperature * tl.log(min_p))
     kept = tl.where(x >= threshold, weights, 0.0).to(tl.float64)
     reached = tl.cumsum(kept, axis=0)
     target = uniform * tl.max(reached, axis=0)
@@ -150,73 +150,79 @@ def _draw_kernel(
     token_ids: tl.tensor,
     row_token_ids: tl.tensor,
     is_wide: tl.tensor,
-    tops: tl.tensor,
+    maxima: tl.tensor,
     sums: tl.tensor,
     lists: tl.tensor,
     candidates: tl.tensor,
-    candidate_ids: tl.tensor,
     logits: tl.tensor,
     adjusted: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     num_rows: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    choice: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    seeds: tl.tensor,
+    choices: tl.tensor,
     duties: tl.tensor,
+    candidate_ids: tl.tensor,
     LOGITS_STRIDE: tl.constexpr,
     ADJUSTED_STRIDE: tl.constexpr,
     ADJUSTED: tl.constexpr,
-    FILTERS: tl.constexpr,
     VOCABULARY: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FILTERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     FEW: tl.constexpr,
-    CANDIDATES: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
-    if index >= tl.load(num_rows):
-        return
+    # whatever is of use is read at once: one after another, these reads would take longest
+    count = tl.load(num_rows)
     row = tl.load(rows + index)
-    heat = tl.load(temperature + row)
+    position = tl.load(positions + index).to(tl.int64)
+    maxima += index * TILES
+    sums += index * TILES
+    tiles = tl.arange(0, TILES_PAD)
+    tile_maxima = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf"))
+    tile_sums = tl.load(sums + tiles, mask=tiles < TILES, other=0.0)
+    if index >= count:
+        return
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row)
+    choice = tl.load(choices + row)
     is_adjusted = tl.zeros([], tl.int32)
     filtered = index < 0
     if ADJUSTED:
         is_adjusted = tl.load(duties + row)
         adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
     if FILTERS:
-        k = tl.load(top_k + row)
-        nucleus = tl.load(top_p + row)
-        share = tl.load(min_p + row)
-        filtered = ((k > 0) & (k < VOCABULARY)) | (nucleus < 1.0) | (share > 0.0)
+        top_k = tl.load(top_ks + row)
+        top_p = tl.load(top_ps + row)
+        min_p = tl.load(min_ps + row)
+        filtered = ((top_k > 0) & (top_k < VOCABULARY)) | (top_p < 1.0) | (min_p > 0.0)
         if ADJUSTED:
             filtered &= (is_adjusted & _FILTERS) == 0
-    tops += index * TILES
-    sums += index * TILES
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-    tiles = tl.arange(0, TILES_PAD)
-    peaks = tl.load(tops + tiles, mask=tiles < TILES, other=float("-inf"))
-    highest = tl.max(peaks, axis=0)
+    highest = tl.max(tile_maxima, axis=0)
     token = tl.zeros([], tl.int32)
     wide = tl.zeros([], tl.int32)
-    if heat <= 0.0:
-        tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)
+    if temperature <= 0.0:
+        tile = tl.min(tl.where(tile_maxima == highest, tiles, TILES - 1), axis=0)
         places = tl.arange(0, TILE)
         ids = tile * TILE + places
         x = read_logits(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
         token = tile * TILE + tl.min(tl.where(x == highest, places, TILE - 1), axis=0)
     else:
         highest = tl.where(highest == float("-inf"), 0.0, highest)  # a broken row: its difference to itself is a number
-        uniform = uniform_draw(tl.load(seed + row), tl.load(positions + index).to(tl.int64), tl.load(choice + row), 0)
-        weights = tile_weights(peaks, sums, highest, heat, TILES, TILES_PAD)
+        uniform = uniform_draw(seed, position, choice, 0)
+        weights = tile_weights(tile_maxima, tile_sums, highest, temperature)
         if filtered == 0:
             token = draw_from_tiles(
-                source, adjusted, is_adjusted, weights.to(tl.float64), highest, float("-inf"), uniform, heat,
+                source, adjusted, is_adjusted, weights.to(tl.float64), highest, float("-inf"), uniform, temperature,
                 ADJUSTED, VOCABULARY, TILES_PAD, TILE,
             )  # fmt: skip
         if FILTERS:  # noqa: SIM102 # a constant of the kernel, apart from what a row asks for
@@ -225,16 +231,18 @@ def _draw_kernel(
                 candidates += index.to(tl.int64) * CANDIDATES
                 candidate_ids += index.to(tl.int64) * FEW
                 total = tl.sum(weights, axis=0)
-                low = lower_bound(peaks, highest, total, heat, k, nucleus, share, VOCABULARY, TILES, TILES_PAD)
-                listed = _list_tiles(tops, lists, low, TILES, TILES_PAD)
+                low = lower_bound(
+                    tile_maxima, highest, total, temperature, top_k, top_p, min_p, VOCABULARY, TILES, TILES_PAD
+                )
+                listed = _list_tiles(maxima, lists, low, TILES, TILES_PAD)
                 filled = _list_candidates(
                     source, adjusted, is_adjusted, lists, listed, candidates, candidate_ids, low,
                     ADJUSTED, VOCABULARY, TILE, AT_ONCE, FEW,
                 )  # fmt: skip
                 if filled <= FEW:
                     token = _draw_candidate(
-                        candidates, candidate_ids, filled, low, highest, total, uniform, heat, k, nucleus, share,
-                        VOCABULARY, FEW,
+                        candidates, candidate_ids, filled, low, highest, total, uniform, temperature, top_k, top_p,
+                        min_p, VOCABULARY, FEW,
                     )  # fmt: skip
                 wide = (filled > FEW).to(tl.int32)
     if FILTERS:
@@ -265,42 +273,19 @@ def sample(
     if not len(logits):
         return
     sum_tiles(logits, where, settings, workspace, adjusted)
-    tiles = ceil_div(where.vocabulary, TILE)
-    others = adjusted or AdjustedLogits(where.rows, logits)
+    draw = Draw(logits, where, settings, workspace, token_ids, row_token_ids, adjusted)
     _draw_kernel[(len(logits),)](
-        token_ids,
-        row_token_ids,
-        workspace.is_wide,
-        workspace.tops,
-        workspace.sums,
-        workspace.lists,
-        workspace.candidates,
+        *draw.arguments(),
         workspace.candidate_ids,
-        logits,
-        others.logits,
-        where.rows,
-        where.positions,
-        where.num_rows,
-        *settings.draw_arguments(),
-        others.duties,
-        LOGITS_STRIDE=logits.stride(0),
-        ADJUSTED_STRIDE=others.logits.stride(0),
-        ADJUSTED=adjusted is not None,
+        **draw.constants(),
         FILTERS=filters,
-        VOCABULARY=where.vocabulary,
-        TILES=tiles,
-        TILES_PAD=next_power_of_2(tiles),
-        TILE=TILE,
         AT_ONCE=_LISTED_AT_ONCE,
         FEW=workspace.candidate_ids.shape[1],
-        CANDIDATES=workspace.candidates.shape[1],
         num_warps=_DRAW_WARPS,
         maxnreg=_DRAW_REGISTERS,
     )
     if filters:
-        draw_wide_rows(
-            logits, where, settings, workspace, token_ids=token_ids, row_token_ids=row_token_ids, adjusted=adjusted
-        )
+        draw_wide_rows(draw)
 
 
 def sample_reference(logits: torch.Tensor, where: LogitRows, settings: RowSettings) -> torch.Tensor:
@@ -311,11 +296,11 @@ def sample_reference(logits: torch.Tensor, where: LogitRows, settings: RowSettin
         x = logits[i, : where.vocabulary].float().nan_to_num(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
         if position < settings.suppress_before[row]:
             x[settings.suppressed[row, : settings.num_suppressed[row]].long()] = -torch.inf
-        heat = float(settings.temperature[row])
-        if heat == 0.0:
+        temperature = float(settings.temperature[row])
+        if temperature == 0.0:
             tokens.append(int(torch.nonzero(x == x.max())[0]))
             continue
-        weights = ((x - x.max()) / heat).exp()
+        weights = ((x - x.max()) / temperature).exp()
         kept = _kept(x, weights.double(), settings, row)
         reached = torch.where(kept, weights.double(), 0.0).cumsum(0)
         words = philox4x32(int(settings.seed[row]) & 0xFFFFFFFFFFFFFFFF, position, int(settings.choice[row]))
@@ -326,15 +311,15 @@ def sample_reference(logits: torch.Tensor, where: LogitRows, settings: RowSettin
 
 
 def _kept(x: torch.Tensor, weights: torch.Tensor, settings: RowSettings, row: int) -> torch.Tensor:
-    k, nucleus, share = int(settings.top_k[row]), float(settings.top_p[row]), float(settings.min_p[row])
-    heat = float(settings.temperature[row])
+    top_k, top_p, min_p = int(settings.top_k[row]), float(settings.top_p[row]), float(settings.min_p[row])
+    temperature = float(settings.temperature[row])
     kept = x > -torch.inf
-    if 0 < k < len(x):
-        kept &= x >= x.sort(descending=True).values[k - 1]
-    if nucleus < 1.0:
+    if 0 < top_k < len(x):
+        kept &= x >= x.sort(descending=True).values[top_k - 1]
+    if top_p < 1.0:
         order = torch.where(kept, x, -torch.inf).sort(descending=True)
         held = torch.where(kept, weights, 0.0)[order.indices].cumsum(0)
-        kept &= x >= order.values[int((held < nucleus * held[-1]).sum())]
-    if share > 0.0:
-        kept &= x >= x.max() + heat * torch.log(torch.tensor(share))
+        kept &= x >= order.values[int((held < top_p * held[-1]).sum())]
+    if min_p > 0.0:
+        kept &= x >= x.max() + temperature * torch.log(torch.tensor(min_p))
     return kept

@@ -4,8 +4,8 @@ What stands beside such a product in a model is done in it: RMSNorm of x on the 
 with a residual on the way out. One row is a matrix-vector product in registers, by as many programs as run at once:
 each keeps x and goes through its lines of W, with the next ones on their way. More rows go through the matrix units,
 with W on the side that has many lines. A small W is cut along its columns as well, so that every multiprocessor has a
-part; the parts are added in a fixed order by the program that comes last. Which tiling is fastest depends on the sizes:
-it is a parameter, `default_tiling` a good start.
+part; the parts are added in a fixed order by the program that comes last, or left to the kernel that comes next
+(`linear_parts`). Which tiling is fastest depends on the sizes: it is a parameter, `default_tiling` a good start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncllm.kernels.language import (
 MOST_ROWS = 256
 
 SPLIT_TILES = 1024
-"""Tiles of lines that a product may have whose columns are cut: a counter each."""
+"""Tiles that a product may have whose columns are cut: a counter each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,19 @@ class VectorTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows: a program takes `lines` of W, `width` of their columns at a time; these are cut into `splits` parts."""
+    """More rows: a program takes up to `rows` of x and `lines` of W, `width` of their columns at a time; these are cut
+    into `splits` parts."""
 
     lines: int
     width: int
     warps: int
     stages: int = 1
     splits: int = 1
+    rows: int = MOST_ROWS  # a power of two, at least 16
+
+    def rows_at_once(self, rows: int) -> int:
+        """Of x with so many rows, as many as a program takes: they are filled up."""
+        return min(max(16, next_power_of_2(rows)), self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,7 @@ def _high(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.te
     return tl.zeros_like(words).to(tl.float32)
 
 
-@jit_unspecialized("rows")
+@jit_unspecialized("rows", "splits")
 def _tile_kernel(
     output: tl.tensor,
     x: tl.tensor,
@@ -203,10 +209,12 @@ def _tile_kernel(
     x_stride: tl.int32,
     outputs: tl.int32,
     inputs: tl.int32,
+    splits: tl.int32,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -216,23 +224,26 @@ def _tile_kernel(
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0) // SPLITS
-    part = tl.program_id(0) % SPLITS
-    first_line = tile * LINES
+    tile = tl.program_id(0) // splits
+    part = tl.program_id(0) % splits
+    row_tiles = tl.cdiv(rows, ROWS)
+    first_line = tile // row_tiles * LINES
+    first_row = tile % row_tiles * ROWS
     lines = first_line + tl.arange(0, LINES)
-    row = tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    share = tl.cdiv(tl.cdiv(inputs, WIDTH), SPLITS) * WIDTH
+    share = tl.cdiv(tl.cdiv(inputs, WIDTH), splits) * WIDTH
     begin = part * share
     end = tl.minimum(begin + share, inputs)
     line_starts = weight + lines.to(tl.int64)[:, None] * inputs
     below_starts = weight + (outputs + lines).to(tl.int64)[:, None] * inputs  # counterparts of the gate's lines
     if OVERLAP:
-        # into the cache while the kernel before still runs, so that memory never rests
+        # into the cache while the kernel before still runs, so that memory never rests; once for all tiles of rows
         ahead = begin + 64 * tl.arange(0, AHEAD)[None, :]
-        _prefetch(line_starts + ahead, (lines < outputs)[:, None] & (ahead < end))
+        wanted = (lines < outputs)[:, None] & (ahead < end) & (first_row == 0)
+        _prefetch(line_starts + ahead, wanted)
         if GATED:
-            _prefetch(below_starts + ahead, (lines < outputs)[:, None] & (ahead < end))
+            _prefetch(below_starts + ahead, wanted)
     await_previous(OVERLAP)
     launch_next(OVERLAP)
 
@@ -240,7 +251,7 @@ def _tile_kernel(
     total_below = tl.zeros([LINES, ROWS], tl.float32)
     for start in tl.range(begin, end, WIDTH):
         if DESCRIPTORS:
-            right = x_descriptor.load([0, start])
+            right = x_descriptor.load([first_row, start])
             left = weight_descriptor.load([first_line, start])
             total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
             if GATED:
@@ -258,24 +269,33 @@ def _tile_kernel(
                 left_below = tl.load(below_starts + start + columns[None, :], mask=mask, other=0.0)
                 total_below = tl.dot(left_below, tl.trans(right), total_below, input_precision=PRECISION)
 
-    if SPLITS > 1:
+    if PARTS:
+        exists = (row < rows)[None, :] & (lines < outputs)[:, None]
+        if BIAS:
+            biased = lines < tl.where(part == 0, outputs, 0)
+            of_bias = tl.load(bias + lines, mask=biased, other=0.0).to(tl.float32)
+            total += of_bias[:, None]
+        target = partial + (part * rows + row).to(tl.int64)[None, :] * outputs + lines[:, None]
+        tl.store(target, total, mask=exists)
+        return
+    if SPLIT:
         size: tl.constexpr = LINES * ROWS
-        within = row[None, :] * LINES + tl.arange(0, LINES)[:, None]
+        within = tl.arange(0, ROWS)[None, :] * LINES + tl.arange(0, LINES)[:, None]
         halves: tl.constexpr = 2 if GATED else 1
-        parts = partial + tile.to(tl.int64) * (SPLITS * halves * size)
+        parts = partial + tile.to(tl.int64) * (splits * halves * size)
         mine = parts + part * (halves * size)
         exists = (row < rows)[None, :] & (lines < outputs)[:, None]
         tl.store(mine + within, total, mask=exists)
         if GATED:
             tl.store(mine + size + within, total_below, mask=exists)
         tl.debug_barrier()  # every thread has stored
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") != splits - 1:
             return
         tl.debug_barrier()
         tl.store(arrivals + tile, 0)
         total = tl.zeros([LINES, ROWS], tl.float32)
         total_below = tl.zeros([LINES, ROWS], tl.float32)
-        for other in tl.static_range(SPLITS):
+        for other in tl.range(0, splits):
             theirs = parts + other * (halves * size) + within
             total += tl.load(theirs, mask=exists, other=0.0)
             if GATED:
@@ -339,6 +359,21 @@ def skinny_linear(
     return output
 
 
+def linear_parts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tiling: Tiling
+) -> torch.Tensor:
+    """What adds up to x [n, inputs], last dimension dense, times dense weight [outputs, inputs] transposed, plus bias
+    [outputs]: [`tiling.splits`, n, outputs] float32, each the sum over some of the columns. n is at most `MOST_ROWS`.
+    """
+    rows, outputs = len(x), len(weight)
+    if rows > MOST_ROWS:
+        raise ValueError(f"linear_parts takes at most {MOST_ROWS} rows, got {rows}")
+    parts = torch.empty((tiling.splits, rows, outputs), dtype=torch.float32, device=x.device)
+    if rows:
+        _launch_tiles(parts, x, weight, bias, parts, None, tiling, parts=True)
+    return parts
+
+
 def _multiply_vector(
     output: torch.Tensor,
     x: torch.Tensor,
@@ -393,17 +428,36 @@ def _multiply_tiles(
     outputs = output.shape[1]
     if not isinstance(tiling, Tiling):
         tiling = default_tiling(rows, outputs, inputs, wide=x.element_size() > 2)
-    padded = max(16, next_power_of_2(rows))
-    tiles = ceil_div(outputs, tiling.lines)
+    tiles = ceil_div(outputs, tiling.lines) * ceil_div(rows, tiling.rows_at_once(rows))
     halves = 1 if activation is None else 2
     partial = output
     if tiling.splits > 1:
         if tiles > SPLIT_TILES:
-            raise ValueError(f"{tiles} tiles of lines are too many to cut each along its columns")
-        size = tiles * tiling.splits * halves * tiling.lines * padded
+            raise ValueError(f"{tiles} tiles are too many to cut each along its columns")
+        size = tiles * tiling.splits * halves * tiling.lines * tiling.rows_at_once(rows)
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         if arrivals is None:
             arrivals = torch.zeros(SPLIT_TILES, dtype=torch.int32, device=x.device)
+    _launch_tiles(output, x, weight, bias, partial, arrivals, tiling, activation=activation, add=add)
+
+
+def _launch_tiles(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    partial: torch.Tensor,
+    arrivals: torch.Tensor | None,
+    tiling: Tiling,
+    *,
+    activation: Activation | None = None,
+    add: bool = False,
+    parts: bool = False,
+) -> None:
+    rows, inputs = x.shape
+    outputs = output.shape[-1]
+    at_once = tiling.rows_at_once(rows)
+    tiles = ceil_div(outputs, tiling.lines) * ceil_div(rows, at_once)
     # tensor copies want lines of whole 16 bytes
     descriptors = _copies_tensors(x.device) and all(
         each * x.element_size() % 16 == 0 for each in (inputs, x.stride(0), x.storage_offset())
@@ -411,7 +465,7 @@ def _multiply_tiles(
     _tile_kernel[(tiles * tiling.splits,)](
         output,
         x,
-        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [padded, tiling.width]) if descriptors else x,
+        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [at_once, tiling.width]) if descriptors else x,
         weight,
         TensorDescriptor.from_tensor(weight, [tiling.lines, tiling.width]) if descriptors else weight,
         weight if bias is None else bias,
@@ -421,10 +475,12 @@ def _multiply_tiles(
         x.stride(0),
         outputs,
         inputs,
-        ROWS=padded,
+        tiling.splits,
+        ROWS=at_once,
         LINES=tiling.lines,
         WIDTH=tiling.width,
-        SPLITS=tiling.splits,
+        SPLIT=tiling.splits > 1,
+        PARTS=parts,
         BIAS=bias is not None,
         ADD=add,
         GATED=activation is not None,

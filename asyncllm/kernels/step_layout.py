@@ -4,6 +4,8 @@ The host writes into a ring of steps in pinned memory, where the kernel reads th
 the launch itself, so that a CUDA graph replays any step of its size. `turn`, on the device, says whose turn it is;
 `token_output` moves it on.
 
+Where requests take rows that have no more than settings, the step's first launch writes these too (`row_join`).
+
 The batch has the decoding rows first, one token each, then the chunks. Row r's decoding token is its last sampled one,
 at the position after its last computed one.
 """
@@ -16,10 +18,11 @@ import torch
 
 from asyncllm.kernels.attention_plan import Sequences
 from asyncllm.kernels.language import ceil_div, jit, tl
+from asyncllm.kernels.row_join import JOIN_SETTINGS, RECORD_WORDS, join_rows_reference, take_row
 
-NUM_DECODE, NUM_CHUNKS, NUM_TOKENS, NUM_SAMPLED, NUM_EDITS, SIZE_TOKENS, SIZE_SAMPLED = range(7)
-"""The first words of a step. The last two are how many tokens and samples its launches are made for; what is beyond the
-step's own is filled up with token 0."""
+NUM_DECODE, NUM_CHUNKS, NUM_TOKENS, NUM_SAMPLED, NUM_EDITS, SIZE_TOKENS, SIZE_SAMPLED, NUM_JOINS = range(8)
+"""The first words of a step. Two are how many tokens and samples its launches are made for; what is beyond the step's
+own is filled up with token 0."""
 
 _HEADER = 8
 _ALIGNMENT = 16
@@ -75,9 +78,14 @@ class StepWords:
         return self.edit_entries + self.edits
 
     @property
+    def joins(self) -> int:
+        """[rows, RECORD_WORDS]: the records of requests that take rows."""
+        return self.edit_blocks + self.edits
+
+    @property
     def chunk_tokens(self) -> int:
         """[tokens]: the tokens of all chunks."""
-        return self.edit_blocks + self.edits
+        return self.joins + self.rows * RECORD_WORDS
 
     @property
     def size(self) -> int:
@@ -131,6 +139,8 @@ def _step_layout_kernel(
     tables: tl.tensor,
     next_positions: tl.tensor,
     last_tokens: tl.tensor,
+    settings: tl.tensor,
+    seeds: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
     rows: tl.tensor,
@@ -152,7 +162,10 @@ def _step_layout_kernel(
     at_chunk_firsts: tl.int32,
     at_edit_entries: tl.int32,
     at_edit_blocks: tl.int32,
+    at_joins: tl.int32,
     at_chunk_tokens: tl.int32,
+    settings_rows: tl.int32,
+    RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     step = words + tl.load(turn) * line_size
@@ -201,6 +214,8 @@ def _step_layout_kernel(
             tl.store(sampled + i, zeros, mask=i < sampled_size)
     else:
         chunk = program - 2
+        for join in range(chunk, tl.load(step + 7), tl.num_programs(0) - 2):
+            take_row(step + at_joins + join * RECORD, settings, seeds, settings_rows)
         if chunk < chunks:
             row = tl.load(step + at_chunk_rows + chunk)
             start = tl.load(step + at_chunk_starts + chunk)
@@ -232,13 +247,16 @@ def lay_out_step(
     tables: torch.Tensor,
     next_positions: torch.Tensor,
     last_tokens: torch.Tensor,
+    settings: torch.Tensor,
+    seeds: torch.Tensor,
     chunks: int,
 ) -> None:
-    """Apply the step's table edits, lay out its tokens and move its rows on to their next positions.
+    """Let requests take rows, apply the step's table edits, lay out its tokens and move its rows on to their next
+    positions.
 
     words [steps, layout.size] int32, in pinned memory of the host or on the device; turn [1] int32: the step's line in
-    it; tables [groups, rows, blocks] int32, dense; next_positions and last_tokens [rows] int32. The step has at most
-    `chunks` chunks.
+    it; tables [groups, rows, blocks] int32, dense; next_positions and last_tokens [rows] int32; settings and seeds as
+    in `join_rows`. The step has at most `chunks` chunks; one without any has no joins.
     """
     _step_layout_kernel[(2 + chunks,)](
         words,
@@ -246,6 +264,8 @@ def lay_out_step(
         tables,
         next_positions,
         last_tokens,
+        settings,
+        seeds.view(torch.int32),
         arrays.token_ids,
         arrays.positions,
         arrays.rows,
@@ -267,7 +287,10 @@ def lay_out_step(
         at_chunk_firsts=layout.chunk_firsts,
         at_edit_entries=layout.edit_entries,
         at_edit_blocks=layout.edit_blocks,
+        at_joins=layout.joins,
         at_chunk_tokens=layout.chunk_tokens,
+        settings_rows=settings.shape[1],
+        RECORD=RECORD_WORDS,
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -282,10 +305,16 @@ def lay_out_step_reference(
     tables: torch.Tensor,
     next_positions: torch.Tensor,
     last_tokens: torch.Tensor,
+    settings: torch.Tensor,
+    seeds: torch.Tensor,
 ) -> None:
     """`lay_out_step` in plain torch, sequence by sequence."""
     step = words[int(turn)].to(tables.device)
-    decoding, chunks, tokens, samples, edits, size, sampled_size = step[:7].tolist()
+    decoding, chunks, tokens, samples, edits, size, sampled_size, joins = step[:_HEADER].tolist()
+    records = step[layout.joins :][: joins * RECORD_WORDS].view(joins, RECORD_WORDS).clone()
+    records[:, JOIN_SETTINGS.index("num_suppressed")] = 0
+    nothing = step.new_zeros(settings.shape[1], 0)
+    join_rows_reference(settings, seeds, nothing, records, nothing[0])
     entries = step[layout.edit_entries : layout.edit_entries + edits].long()
     tables.view(-1)[entries] = step[layout.edit_blocks : layout.edit_blocks + edits]
     sequences = arrays.sequences

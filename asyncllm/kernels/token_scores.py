@@ -65,12 +65,12 @@ def _read_scaled(source: tl.tensor, ids: tl.tensor, factor: tl.tensor, VOCABULAR
 
 
 @jit
-def _factor(temperature: tl.tensor, row: tl.tensor, PROCESSED: tl.constexpr) -> tl.tensor:
+def _factor(temperatures: tl.tensor, row: tl.tensor, PROCESSED: tl.constexpr) -> tl.tensor:
     """What logits are multiplied by: over the temperature where they are scored as they are drawn from."""
     factor = tl.full([], 1.0, tl.float32)
     if PROCESSED:
-        heat = tl.load(temperature + row)
-        factor = tl.where(heat > 0.0, 1.0 / tl.where(heat > 0.0, heat, 1.0), 1.0)
+        temperature = tl.load(temperatures + row)
+        factor = tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
     return factor
 
 
@@ -85,7 +85,7 @@ def _most_likely_kernel(
     rows: tl.tensor,
     num_rows: tl.tensor,
     tops: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     LINE: tl.constexpr,
     LOGITS_STRIDE: tl.constexpr,
     PROCESSED: tl.constexpr,
@@ -103,7 +103,7 @@ def _most_likely_kernel(
     asked = tl.load(tops + row)
     if asked == 0:
         return
-    factor = _factor(temperature, row, PROCESSED)
+    factor = _factor(temperatures, row, PROCESSED)
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
     peaks += index * TILES
     for first in range(0, TILES, AT_ONCE):
@@ -152,7 +152,7 @@ def _named_kernel(
     tops: tl.tensor,
     num_named: tl.tensor,
     named: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     line: tl.int32,
     most: tl.int32,
     LOGITS_STRIDE: tl.constexpr,
@@ -170,7 +170,7 @@ def _named_kernel(
     token = tl.load(token_ids + index)
     if place > 0:
         token = tl.load(named + row * most + place - 1)
-    factor = _factor(temperature, row, PROCESSED)
+    factor = _factor(temperatures, row, PROCESSED)
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
     value = tl.maximum(tl.load(source + token).to(tl.float32) * factor, float("-inf"))
     larger = tl.zeros([BLOCK], tl.int32)

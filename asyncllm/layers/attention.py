@@ -157,7 +157,7 @@ class Span:
 class AttentionBatch:
     """What the layers of one cache group need to know of a step."""
 
-    write: Tensor  # [n] int64: the line of `CacheLayer.lines` of each token
+    write: Tensor | slice  # [n] int64: the line of `CacheLayer.lines` of each token; or all of them, in a row
     buckets: tuple[Bucket, ...]
     fresh: tuple[FreshChunks, ...]
     spans: tuple[Span, ...]
@@ -183,7 +183,11 @@ class Attention:
         shape, layer = self.shape, cache[self.cache.index]
         heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
         self.prepare(heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads), rotation)
-        layer.lines.index_copy_(0, batch.write, qkv.narrow(1, shape.num_heads * shape.head_dim, layer.lines.shape[1]))
+        written = qkv.narrow(1, shape.num_heads * shape.head_dim, layer.lines.shape[1])
+        if isinstance(batch.write, slice):
+            layer.lines[batch.write] = written
+        else:
+            layer.lines.index_copy_(0, batch.write, written)
         found = [self._attend_bucket(bucket, heads, layer, batch.scratch) for bucket in batch.buckets]
         found += [self._attend_fresh(fresh, heads) for fresh in batch.fresh]
         for span in batch.spans:

@@ -19,6 +19,7 @@ from asyncllm.layers.parameter import (
     dense,
     fill_randomly,
 )
+from asyncllm.layers.residual import Residual
 from asyncllm.weights.grouped import GroupedTensor, concatenate
 
 
@@ -44,13 +45,13 @@ class CpuLinear:
         """[n, in] → [n, out]."""
         return self._formed.product(x)
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
-        return self(norm(x))
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """See `WeightedLayer`."""
+        return self(norm.of(residual))
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Residual) -> None:
         """See `LinearLayer`."""
-        return self._formed.product.add(x, residual)
+        residual.values = self._formed.product.add(x, residual.settle())
 
     @property
     def dtype(self) -> torch.dtype:

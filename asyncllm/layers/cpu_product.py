@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from asyncllm.layers.activation import GatedActivation
 from asyncllm.layers.product_forms import ProductForms
-from asyncllm.layers.weight_memory import WeightMemory
+from asyncllm.layers.weight_memory import WeightMemory, collapse_pages
 from asyncllm.weights.grouped import GROUP, GroupedTensor
 
 _PACKED_ROWS = 16
@@ -64,7 +64,7 @@ class BlockedProduct(CpuProduct):
     """oneDNN's product, with weights in the order that it would else bring them to at every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.weight = _in_blocks(weight)
         self.bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._add = torch.ops.mkldnn._linear_pointwise.binary
@@ -161,8 +161,8 @@ class BlockedGatedProduct(CpuProduct):
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         """`weight` and `bias` have the gate's features first, then as many others."""
         gate, up = weight.chunk(2)
-        self.gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
-        self.up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
+        self.gate = _in_blocks(gate.contiguous())
+        self.up = _in_blocks(up.contiguous())
         biases = (None, None) if bias is None else bias.chunk(2)
         self.gate_bias: Tensor | None = biases[0]
         self.up_bias: Tensor | None = biases[1]
@@ -260,6 +260,14 @@ def _form(
 
 def _make_dense(weight: Tensor, bias: Tensor | None, forms: ProductForms) -> CpuProduct:
     return (BlockedProduct if _takes_blocks(weight, forms) else DenseProduct)(weight, bias)
+
+
+def _in_blocks(weight: Tensor) -> Tensor:
+    """In oneDNN's order of elements, and in huge pages: read by few rows, it is the memory that counts."""
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    if hasattr(torch.ops.mkldnn, "data_ptr"):
+        collapse_pages(torch.ops.mkldnn.data_ptr(blocked), torch.ops.mkldnn._nbytes(blocked))
+    return blocked
 
 
 def _takes_blocks(weight: Tensor, forms: ProductForms) -> bool:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, skinny_linear
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, linear_parts, skinny_linear
 from asyncllm.kernels.uniform_linear import uniform_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.cpu_linear import CpuGatedLinear, CpuLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot, dense
 from asyncllm.layers.product_table import AnyTiling, Product, device_table
+from asyncllm.layers.residual import Residual
 
 
 class WeightedLayer(Protocol):
@@ -35,8 +36,8 @@ class WeightedLayer(Protocol):
         """The checkpoint tensors of this layer, under `prefix`."""
         ...
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """Of the norm of the stream: [n, in] → [n, out]."""
         ...
 
 
@@ -47,8 +48,8 @@ class LinearLayer(WeightedLayer, Protocol):
         """[n, in] → [n, out]."""
         ...
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual` [n, out], which is overwritten or of no more use, and the product of x [n, in]."""
+    def add(self, x: Tensor, residual: Residual) -> None:
+        """Add the product of x [n, in] to the stream [n, out]."""
         ...
 
     def tie(self, table: Tensor) -> Loadable:
@@ -75,13 +76,13 @@ class Linear:
         """[n, in] → [n, out]."""
         return functional.linear(x, self.weight, self.bias)
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
-        return self(norm(x))
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """See `WeightedLayer`."""
+        return self(norm.of(residual))
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Residual) -> None:
         """See `LinearLayer`."""
-        return residual.add_(self(x))
+        residual.settle().add_(self(x))
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """The checkpoint tensors of this layer, under `prefix`."""
@@ -128,23 +129,25 @@ class KernelLinear(Linear):
             return functional.linear(x, self.weight, self.bias)
         return skinny_linear(x, self.weight, self.bias, arrivals=self.arrivals, tiling=tiling)
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
-        tiling = self.tiling(x)
-        if len(x) == 1 and tiling is not None:
-            return skinny_linear(x, self.weight, self.bias, norm=RowNorm(norm.weight, norm.eps), tiling=tiling)
-        return self(norm(x))
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """See `WeightedLayer`."""
+        tiling = self.tiling(residual.values)
+        if len(residual.values) == 1 and tiling is not None:
+            row_norm = RowNorm(norm.weight, norm.eps)
+            return skinny_linear(residual.settle(), self.weight, self.bias, norm=row_norm, tiling=tiling)
+        return self(norm.of(residual))
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Residual) -> None:
         """See `LinearLayer`."""
-        tiling = self.tiling(x, adds=True)
-        if tiling is not None:
-            skinny_linear(x, self.weight, self.bias, residual=residual, arrivals=self.arrivals, tiling=tiling)
+        tiling, values = self.tiling(x, adds=True), residual.settle()
+        if isinstance(tiling, Tiling) and tiling.splits > 1:
+            residual.parts = linear_parts(x, self.weight, self.bias, tiling=tiling)
+        elif tiling is not None:
+            skinny_linear(x, self.weight, self.bias, residual=values, tiling=tiling)
         elif self.bias is not None:
-            residual += functional.linear(x, self.weight, self.bias)
+            values += functional.linear(x, self.weight, self.bias)
         else:
-            torch.addmm(residual, x, self.weight.t(), out=residual)
-        return residual
+            torch.addmm(values, x, self.weight.t(), out=values)
 
     def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
         """How our kernel multiplies x, or None: the library is faster."""
@@ -168,9 +171,9 @@ class GatedLinear:
         self.linear = linear
         self.activation = activation
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
-        return self.activation(self.linear.normed(x, norm))
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """See `WeightedLayer`."""
+        return self.activation(self.linear.normed(residual, norm))
 
     @property
     def weight_bytes(self) -> int:
@@ -197,17 +200,14 @@ class KernelGatedLinear(GatedLinear):
         out_features, in_features = linear.weight.shape
         self.product = Product(out_features // 2, in_features, gated=True)
 
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Of the norm of x: [n, in] → [n, out]."""
-        linear = self._kernel_linear
-        tiling = linear.table.tiling(self.product, len(x))
+    def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
+        """See `WeightedLayer`."""
+        linear, rows = self._kernel_linear, len(residual.values)
+        tiling = linear.table.tiling(self.product, rows)
         if tiling is None:
-            return self.activation(functional.linear(norm(x), linear.weight, linear.bias))
-        row_norm = None
-        if len(x) == 1:
-            row_norm = RowNorm(norm.weight, norm.eps)
-        else:
-            x = norm(x)
+            return self.activation(functional.linear(norm.of(residual), linear.weight, linear.bias))
+        row_norm = RowNorm(norm.weight, norm.eps) if rows == 1 else None
+        x = residual.settle() if rows == 1 else norm.of(residual)
         return skinny_linear(
             x,
             linear.weight,

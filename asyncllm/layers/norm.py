@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncllm.kernels.rms_norm import rms_norm
 from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.residual import Residual
 
 _FEW_ROWS = 32
 """Rows up to which the fewest calls are fastest."""
@@ -41,6 +42,10 @@ class RMSNorm:
         normed = torch.layer_norm(both, self._weights.shape, self._weights, None, self.eps)
         return normed.select(1, 0).contiguous()
 
+    def of(self, residual: Residual) -> Tensor:
+        """[n, size]; what was added last is in the residual stream then."""
+        return self(residual.settle())
+
     def slot(self) -> Slot:
         """The checkpoint tensor of this layer."""
         return Slot(self.weight, initial=1.0)
@@ -52,6 +57,12 @@ class KernelRMSNorm(RMSNorm):
     def __call__(self, x: Tensor) -> Tensor:
         """[n, size] → [n, size]."""
         return rms_norm(x, self.weight, self.eps)
+
+    def of(self, residual: Residual) -> Tensor:
+        """See `RMSNorm`."""
+        normed = rms_norm(residual.values, self.weight, self.eps, parts=residual.parts)
+        residual.parts = None
+        return normed
 
 
 def make_rms_norm(size: int, eps: float, placement: Placement) -> RMSNorm:

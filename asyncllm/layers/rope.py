@@ -57,12 +57,13 @@ class DynamicRope(DefaultRope):
     factor: float
     original_max_position_embeddings: int
 
-    def lengthened_frequencies(self, dim: int, lengths: Tensor) -> Tensor:
-        """Frequencies for sequences of these lengths: [n] → [n, dim / 2], float32."""
-        original = self.original_max_position_embeddings
+    def lengthened_frequencies(self, exponents: Tensor, lengths: Tensor) -> Tensor:
+        """Frequencies for sequences of these lengths: [n] → [n, dim / 2], float32. `exponents` [dim / 2]: 2i/dim of
+        each pair, on the lengths' device."""
+        dim, original = 2 * len(exponents), self.original_max_position_embeddings
         ratio = lengths.clamp(min=original).float() / original
         theta = self.rope_theta * (self.factor * ratio - (self.factor - 1)) ** (dim / (dim - 2))
-        return 1.0 / theta[:, None] ** _exponents(dim).to(lengths.device)
+        return 1.0 / theta[:, None] ** exponents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +238,7 @@ class _ComputedRotary:
 
     def __init__(self, rope: DynamicRope, dim: int, placement: Placement) -> None:
         self.rope = rope
-        self.dim = dim
+        self.exponents = _exponents(dim).to(placement.device)  # a copy at each step would wait, and no graph takes it
         self.dtype = placement.dtype
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
@@ -246,11 +247,11 @@ class _ComputedRotary:
     def cosine_and_sine(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each token: [n, dim / 2] each."""
         assert lengths is not None
-        angles = positions.float()[:, None] * self.rope.lengthened_frequencies(self.dim, lengths)
+        angles = positions.float()[:, None] * self.rope.lengthened_frequencies(self.exponents, lengths)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def memory_bytes(self) -> int:
-        return 0
+        return self.exponents.nbytes
 
 
 class _KernelTabledRotary:
@@ -282,7 +283,7 @@ class _KernelComputedRotary:
         return TabledRotation(table, torch.arange(len(table), dtype=torch.int32, device=table.device))
 
     def memory_bytes(self) -> int:
-        return 0
+        return self.computed.memory_bytes()
 
 
 def _rotation(cosine: Tensor, sine: Tensor) -> Rotation:

@@ -6,6 +6,7 @@ Pieces that the allocator puts anywhere are read up to a third slower than the s
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from contextlib import suppress
@@ -19,6 +20,8 @@ _REGION = 16 << 20
 _PAGE = 2 << 20
 """A huge page: what a region begins at a multiple of, where the system can give such pages."""
 _ALIGNMENT = 64
+_COLLAPSE = 25
+"""`MADV_COLLAPSE` of Linux 6.1, which Python's `mmap` does not name: put pages that were written into a huge one."""
 
 
 class WeightMemory:
@@ -48,3 +51,15 @@ def take_memory(size: int) -> Tensor:
     region = torch.from_numpy(np.frombuffer(memory, np.uint8))
     start = -region.data_ptr() % _PAGE
     return region[start : start + size]
+
+
+def collapse_pages(address: int, size: int) -> None:
+    """Put memory that another has taken and filled into huge pages, where the system can: it stays where it is.
+
+    Pages are taken whole, with what lies beside; one that is not the process's as a whole is left as it is.
+    """
+    if sys.platform != "linux":
+        return
+    advise = ctypes.CDLL(None).madvise
+    for page in range(address // _PAGE * _PAGE, address + size, _PAGE):
+        advise(ctypes.c_void_p(page), ctypes.c_size_t(_PAGE), _COLLAPSE)  # what it cannot do it refuses

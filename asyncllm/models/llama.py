@@ -12,6 +12,7 @@ from asyncllm.layers.linear import WeightedLayer, make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
 from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot
+from asyncllm.layers.residual import Residual
 from asyncllm.layers.rope import Rotation, TabledRotation, make_rotary_embedding
 from asyncllm.models.configuration import Family, ModelConfig
 from asyncllm.models.forward_batch import ForwardBatch
@@ -85,12 +86,12 @@ class DecoderLayer:
         )
         self.down = make_linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, placement=placement)
 
-    def __call__(self, residual: Tensor, rotation: Rotation | TabledRotation, batch: ForwardBatch) -> Tensor:
-        """`residual` [n, hidden], which may be overwritten, and what this layer adds to it."""
+    def __call__(self, residual: Residual, rotation: Rotation | TabledRotation, batch: ForwardBatch) -> None:
+        """Add to the stream."""
         group = batch.attention[self.attention.cache.group]
         qkv = self.qkv.normed(residual, self.attention_norm)
-        residual = self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
-        return self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
+        self.output.add(self.attention(qkv, rotation, batch.cache, group), residual)
+        self.down.add(self.gate_up.normed(residual, self.mlp_norm), residual)
 
     def linears(self) -> Iterator[tuple[str, WeightedLayer]]:
         """The products, with the part of their names that stands before theirs."""
@@ -140,15 +141,15 @@ class Llama:
 
     def features(self, batch: ForwardBatch) -> Tensor:
         """What the head makes logits of, at the sampled tokens: [s, hidden_size]."""
-        return self.norm(self._residual(batch))
+        return self.norm.of(self._residual(batch))
 
-    def _residual(self, batch: ForwardBatch) -> Tensor:
+    def _residual(self, batch: ForwardBatch) -> Residual:
         """What the layers leave at the sampled tokens: [s, hidden_size]."""
         rotation = self.rotary(batch.positions, batch.lengths)
-        residual = self.embedding(batch.token_ids)
+        residual = Residual(self.embedding(batch.token_ids))
         for layer in self.layers:
-            residual = layer(residual, rotation, batch)
-        return residual if batch.sampled is None else residual.index_select(0, batch.sampled)
+            layer(residual, rotation, batch)
+        return residual if batch.sampled is None else Residual(residual.settle().index_select(0, batch.sampled))
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""

@@ -298,8 +298,9 @@ class Simulation:
                 assert not passed_over, f"request {join.request} passes over request {other.spec.request}"
 
     def _note_share(self, plan: StepPlan | None) -> None:
-        """Steps with decoding rows compute no more known tokens than the share that waiting requests have in them, and
-        what fills the step up to one of the sizes that devices like."""
+        """Steps with decoding rows compute no more known tokens than the share that waiting requests have in them, or a
+        full step where there are more requests than rows, and what fills the step up to one of the sizes that devices
+        like."""
         rows: list[int] = [] if plan is None else plan.decode_rows.tolist()
         if plan is not None and plan.late is not None:
             rows += plan.late.rows[: plan.late.decoding].tolist()
@@ -310,9 +311,12 @@ class Simulation:
         if plan is not None and rows and plan.chunks:
             computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
             least = max(self.config.mixed_chunk_tokens, self._most_share)
+            config = self.config
+            crowded = len(self._live) > min(config.max_num_seqs, config.max_batched_tokens)
+            full = config.full_step_tokens if crowded else 0
             # late rows whose word is not said decode too
             counts = range(len(rows), max(len(rows), self.config.max_num_seqs - len(plan.chunks)) + 1)
-            most = max(next(size for size in _SIZES if size >= count + least) - count for count in counts)
+            most = max(next(size for size in _SIZES if size >= max(count + least, full)) - count for count in counts)
             assert computed <= most, f"{len(rows)} rows are held up by {computed} tokens"
 
     def _check_fork(self, expected: Expected, chunk: Chunk) -> None:

@@ -13,7 +13,6 @@ from asyncllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from asyncllm.inputs.tokenizer import TokenizerData
 from asyncllm.weights.gguf import GGUFFile, is_later_part, read_gguf
 from asyncllm.weights.gguf_model import translate_config, translate_generation_config
-from asyncllm.weights.hub import HubRepository
 from asyncllm.weights.json_file import read_json
 from asyncllm.weights.safetensors import find_shards
 
@@ -57,10 +56,13 @@ def resolve_source(model: str, config: EngineConfig) -> ModelSource:
     match = _HUB_ID.fullmatch(model)
     if match is None or match["repository"].endswith(".gguf"):
         raise ModelNotFoundError(f"there is no folder or file {model!r}")
-    return _from_hub(model, HubRepository(match["repository"], config.revision), match["file"], config.load_format)
+    return _from_hub(model, match["repository"], match["file"], config)
 
 
-def _from_hub(name: str, repository: HubRepository, file: str | None, load_format: str) -> ModelSource:
+def _from_hub(name: str, repository_name: str, file: str | None, config: EngineConfig) -> ModelSource:
+    from asyncllm.weights.hub import HubRepository  # noqa: PLC0415  # brings huggingface_hub: 0.3 s that folders save
+
+    repository, load_format = HubRepository(repository_name, config.revision), config.load_format
     if file is not None:
         return _from_gguf(name, repository.download_gguf(file), load_format)
     folder = repository.download_description()

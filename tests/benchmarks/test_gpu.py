@@ -56,7 +56,7 @@ def test_goals_are_compared_with_what_was_found() -> None:
         first_token=[0.0] * 9 + [0.7, 0.8],
         gap=[0.0] * 9 + [0.012, 0.02],
     )
-    found = gpu.Pass(figures=figures, later_first_token=0.05, steps=1, thread={}, graphs_captured=0)
+    found = gpu.Pass(figures=figures, later_first_token=0.05, steps=1, thread={}, graphs_captured=0, kernels_compiled=0)
     goal = gpu.Goal(41_000, first_token=0.65, later_first_token=0.1, gap=0.015)
     assert goal.compared(found) == (
         "50% of 41,000 tok/s; TTFT p99 700.0 of 650 ms; later TTFT p99 50.0 of 100 ms; ITL p99 12.0 of 15 ms"

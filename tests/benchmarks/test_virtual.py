@@ -44,5 +44,13 @@ def test_a_burst_loses_nothing(model: str, workload: str) -> None:
     assert rate(run(workload, model=model)) > 0.995 * rate(run(workload, WITHOUT, model))
 
 
+def test_who_waits_for_a_row_does_not_come_in_waves() -> None:
+    found, without = run("short1000"), run("short1000", WITHOUT)
+    gaps, wide = (percentile(each.measurement.gap_seconds, 99) for each in (found, without))
+    assert gaps < 0.05
+    assert wide > 3 * gaps
+    assert rate(found) > 1.01 * rate(without)
+
+
 def test_equal_commands_give_equal_figures() -> None:
     assert run("decode128") == run("decode128")

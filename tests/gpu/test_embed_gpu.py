@@ -60,7 +60,9 @@ async def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
-async def test_beside_requests(run_ahead: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beside_requests(
+    run_ahead: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither notices the other: graphs, the pool and the texts' own cache."""
     monkeypatch.setattr(cuda_embedder, "CHUNK", 64)
 
@@ -78,6 +80,7 @@ async def test_beside_requests(run_ahead: int, folder: Path, monkeypatch: pytest
                 vectors = [each.embedding for each in found]
                 np.testing.assert_allclose(vectors, [each.embedding for each in alone], atol=1e-6)
         assert engine.statistics().blocks_used == 0
+    assert "no graph" not in caplog.text
 
 
 async def test_nothing_synchronises(folder: Path) -> None:

@@ -11,6 +11,7 @@ from asyncllm.layers.linear import GatedLinear, KernelGatedLinear, KernelLinear,
 from asyncllm.layers.norm import RMSNorm, make_rms_norm
 from asyncllm.layers.parameter import Placement
 from asyncllm.layers.product_table import Product, ProductTable
+from asyncllm.layers.residual import Residual
 
 IN, OUT = 48, 36
 TILING = Tiling(16, 32, 4, 2, splits=2)
@@ -52,12 +53,22 @@ def test_linear(rows: int, ours: bool, bias: bool, device: torch.device) -> None
         linear.table = tabled(Product(OUT, IN), rows)
     torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-5)
     normed = torch.nn.functional.linear(norm(x), linear.weight, linear.bias)
-    torch.testing.assert_close(linear.normed(x, norm), normed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(linear.normed(Residual(x), norm), normed, rtol=1e-4, atol=1e-5)
     if ours:
         linear.table = tabled(Product(OUT, IN, adds=True), rows)
     expected += residual
-    linear.add(x, residual)
-    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-5)
+    stream = Residual(residual)
+    linear.add(x, stream)
+    assert (stream.parts is not None) == ours
+    again = Residual(stream.values.clone())
+    again.parts = stream.parts
+    torch.testing.assert_close(stream.settle(), expected, rtol=1e-4, atol=1e-5)
+    assert stream.parts is None
+    after = make_rms_norm(OUT, 1e-5, placement)
+    fill(after.weight)
+    torch.testing.assert_close(after.of(again), after(expected), rtol=1e-4, atol=1e-5)
+    assert again.parts is None
+    torch.testing.assert_close(again.values, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["library", "table"])
@@ -77,7 +88,7 @@ def test_gated_linear(rows: int, activation: str, ours: bool, bias: bool, device
     if ours and isinstance(gated.linear, KernelLinear):
         gated.linear.table = tabled(Product(OUT, IN, gated=True), rows)
     x = torch.randn(rows, IN, device=device)
-    torch.testing.assert_close(gated.normed(x, norm), plain.normed(x, norm), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gated.normed(Residual(x), norm), plain.normed(Residual(x), norm), rtol=1e-4, atol=1e-5)
     assert [name for name, _ in gated.slots("p.")] == [name for name, _ in plain.slots("p.")]
 
 
@@ -92,4 +103,5 @@ def test_head_that_is_tied(device: torch.device) -> None:
     x = embedding(torch.tensor([3, 49], dtype=torch.int32, device=device))
     assert torch.equal(x, embedding.weight[[3, 49]])
     for rows in (x, x[:1]):
-        torch.testing.assert_close(head.normed(rows, norm), norm(rows) @ embedding.weight.T, rtol=1e-4, atol=1e-5)
+        logits = norm(rows) @ embedding.weight.T
+        torch.testing.assert_close(head.normed(Residual(rows), norm), logits, rtol=1e-4, atol=1e-5)

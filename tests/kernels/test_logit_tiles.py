@@ -38,10 +38,10 @@ def check(module: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
     results = []
     for function in (module.sum_tiles, module.sum_tiles_reference):
         mine, workspace = logits.clone(), make_sampling_workspace(5, VOCABULARY, device)
-        workspace.tops.fill_(7.0)
+        workspace.maxima.fill_(7.0)
         workspace.sums.fill_(7.0)
         function(mine, where, settings, workspace, adjusted)
-        results.append((mine, workspace.tops, workspace.sums))
+        results.append((mine, workspace.maxima, workspace.sums))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(results[0][1], results[1][1])
     torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=0)
@@ -51,7 +51,7 @@ def check(module: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
     assert bool(results[0][0][3].isfinite().all())  # its bans are in what it has adjusted
 
 
-def test_tops_and_sums(dtype: torch.dtype, device: torch.device) -> None:
+def test_maxima_and_sums(dtype: torch.dtype, device: torch.device) -> None:
     check(logit_tiles, dtype, device)
 
 
@@ -59,8 +59,8 @@ def test_tops_and_sums(dtype: torch.dtype, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("banned // (TILE * AT_ONCE) == tl.program_id(1)", "banned // TILE == tl.program_id(1)"),
-        ("(is_adjusted == 0) & (tl.load(positions", "(tl.load(positions"),
-        ("tl.where(heat > 0.0, heat, 1.0)\n    total", "1.0\n    total"),
+        ("(is_adjusted == 0) & is_suppressing", "is_suppressing"),
+        ("tl.where(temperature > 0.0, temperature, 1.0)\n    total", "1.0\n    total"),
         ("first_own = tl.where(is_adjusted == 0", "first_own = tl.where(is_adjusted != 0"),
     ],
 )

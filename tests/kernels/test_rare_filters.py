@@ -12,6 +12,7 @@ from asyncllm.engine.execution.sampler import SampledRows, processed
 from asyncllm.engine.plan import RowSampling
 from asyncllm.kernels import rare_filters
 from asyncllm.kernels.sampled_rows import ADJUSTS, FILTERS
+from asyncllm.kernels.sampling import make_sampling_workspace
 from tests.kernels.adjusted_rows import VOCABULARY, Case, joined, make_logits, rows_of, settings_of
 from tests.kernels.mutants import mutant
 
@@ -33,22 +34,27 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rare_filters, "_BLOCK", 128)
 
 
-def kept(cases: list[Case], logits: torch.Tensor, module: object = rare_filters) -> tuple[torch.Tensor, torch.Tensor]:
+def kept(
+    cases: list[Case], logits: torch.Tensor, module: object = rare_filters, candidates: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernel, and by the reference: bool [cases, VOCABULARY]."""
     device = logits.device
     state, settings, where = joined(cases, device), settings_of(cases, device), rows_of(cases, device)
+    workspace = make_sampling_workspace(len(logits), VOCABULARY, device, candidates)
     results = []
-    for name in ("filter_rare_rows", "filter_rare_rows_reference"):
+    for name, extra in (("filter_rare_rows", (workspace,)), ("filter_rare_rows_reference", ())):
         adjusted = logits.clone()
-        getattr(module, name)(adjusted, where, settings, state)
+        getattr(module, name)(adjusted, where, settings, state, *extra)
         assert torch.equal(adjusted[-1], logits[-1])
         torch.testing.assert_close(adjusted[:, VOCABULARY:], logits[:, VOCABULARY:], rtol=0, atol=0, equal_nan=True)
         results.append(adjusted[:-1, :VOCABULARY] > -torch.inf)
     return results[0], results[1]
 
 
-def test_each_alone(device: torch.device) -> None:
-    actual, expected = kept(ALONE, make_logits(len(ALONE), torch.float32, device))
+@pytest.mark.parametrize("candidates", [16, 1024])
+def test_each_alone(candidates: int, device: torch.device) -> None:
+    """By a few turns and a list, and by a list alone."""
+    actual, expected = kept(ALONE, make_logits(len(ALONE), torch.float32, device), candidates=candidates)
     assert torch.equal(actual, expected)
     assert all(0 < int(row.sum()) < VOCABULARY for row in expected[:-1])
     assert bool(expected[-1].all())  # greedy: nothing is drawn
@@ -135,13 +141,15 @@ def test_broken_rows(device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("sigmas * tl.sqrt(", "tl.sqrt("),
-        ("(expected / total)", "(expected)"),
-        ("low = tl.maximum(low, peak + heat * tl.log(share))", "low = peak"),
+        ("(expected / total)", "(expected * 0.5)"),
+        ("low = tl.maximum(low, peak + temperature * tl.log(min_p))", "low = peak"),
         ("& (x <= high)", "& (x < high)"),
-        ("k.to(tl.float64), highest", "k.to(tl.float64) + 1, highest"),
+        ("top_k.to(tl.float64), share", "top_k.to(tl.float64) + 1, share"),
         ("if uniform <= chance.to(tl.float64)", "if uniform > chance.to(tl.float64)"),
         (" >= enough", " > total"),
-        ("tl.load(min_p + row)", "tl.load(top_p + row)"),
+        ("measure, above, need", "measure, above * 0, need"),
+        ("at_most - at_least > CANDIDATES", "at_most - at_least > 2 * CANDIDATES"),
+        ("tl.load(min_ps + row)", "tl.load(top_ps + row)"),
     ],
 )
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:

@@ -130,11 +130,11 @@ def test_random_settings(seed: int, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("inside = (slots < listed)[:, None] & (ids < VOCABULARY)", "inside = (slots < listed)[:, None]"),
-        ("tile = tl.min(tl.where(peaks == highest, tiles, TILES - 1), axis=0)", "tile = tl.program_id(0) + TILES - 1"),
+        ("tl.min(tl.where(tile_maxima == highest, tiles, TILES - 1), axis=0)", "tl.program_id(0) + TILES - 1"),
         ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
         ("kept = tl.where(x >= threshold, weights, 0.0)", "kept = tl.where(x > threshold, weights, 0.0)"),
-        ("0.0, nucleus * total, threshold", "0.0, nucleus, threshold"),
-        ("tl.load(choice + row), 0)", "tl.load(choice + row) + 1, 0)"),
+        ("0.0, top_p * total, threshold", "0.0, top_p, threshold"),
+        ("seed, position, choice, 0", "seed, position, choice + 1, 0"),
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:

@@ -114,6 +114,11 @@ TILINGS = {
     "split": Case(5, 150, 200, tiling=Tiling(64, 32, 4, 2, splits=3)),
     "more parts than columns": Case(3, 37, 70, tiling=Tiling(16, 32, 4, 2, splits=8)),
     "split, all of it": Case(33, 70, 328, bias=True, add=True, tiling=Tiling(64, 32, 4, 3, splits=4)),
+    "tiles of rows": Case(40, 70, 200, bias=True, tiling=Tiling(16, 64, 4, 2, rows=16)),
+    "tiles of rows, whole": Case(32, 32, 65, add=True, tiling=Tiling(16, 32, 4, 2, rows=16)),
+    "tiles of rows, all of it": Case(
+        40, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(32, 64, 4, 2, splits=3, rows=16)
+    ),
     "split, gated": Case(20, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(64, 32, 4, 3, splits=2)),
 }
 
@@ -123,10 +128,57 @@ def test_tilings(name: str, device: torch.device, dtype: torch.dtype) -> None:
     check(skinny_linear, TILINGS[name], device, dtype)
 
 
+PARTS = {
+    "one": Case(20, 37, 200, bias=True, tiling=Tiling(16, 64, 4, 2, rows=16)),
+    "some": Case(40, 70, 328, tiling=Tiling(64, 32, 4, 3, splits=3, rows=32)),
+    "more than columns": Case(3, 37, 70, bias=True, tiling=Tiling(16, 32, 4, 2, splits=8)),
+    "odd columns": Case(1, 37, 71, tiling=Tiling(16, 32, 4, 2, splits=2)),
+}
+
+
+def check_parts(module: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(case.rows + case.outputs + case.inputs)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((case.rows, case.inputs), (case.outputs, case.inputs), (case.outputs,))
+    )
+    weight /= case.inputs**0.5
+    assert isinstance(case.tiling, Tiling)
+    own_bias = bias if case.bias else None
+    parts = module.linear_parts(x, weight, own_bias, tiling=module.Tiling(*astuple(case.tiling)))
+    assert parts.shape == (case.tiling.splits, case.rows, case.outputs)
+    assert parts.dtype == torch.float32
+
+    def reference(kind: torch.dtype) -> torch.Tensor:
+        return torch.nn.functional.linear(x.to(kind), weight.to(kind), bias.to(kind) if case.bias else None)
+
+    assert_as_good(parts.sum(0).to(dtype), reference(torch.float64), reference(dtype))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    check_parts(skinny_linear, PARTS[name], device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("tl.where(part == 0, outputs, 0)", "outputs"),
+        ("partial + (part * rows + row)", "partial + row"),
+    ],
+)
+def test_planted_fault_in_parts_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
+    case = replace(PARTS["some"], bias=True)
+    with mutant(skinny_linear, tmp_path, right, wrong) as module, pytest.raises(AssertionError):
+        check_parts(module, case, device, torch.float32)
+
+
 def test_refuses_many_rows(device: torch.device) -> None:
     weight = torch.ones(16, 16, device=device)
     with pytest.raises(ValueError, match="at most 256 rows, got 257"):
         skinny_linear.skinny_linear(torch.ones(257, 16, device=device), weight)
+    with pytest.raises(ValueError, match="at most 256 rows, got 257"):
+        skinny_linear.linear_parts(torch.ones(257, 16, device=device), weight, tiling=Tiling(16, 16, 4))
     norm = skinny_linear.RowNorm(torch.ones(16, device=device), 1e-5)
     with pytest.raises(ValueError, match="norm of a single row, got 2"):
         skinny_linear.skinny_linear(torch.ones(2, 16, device=device), weight, norm=norm)
@@ -134,7 +186,9 @@ def test_refuses_many_rows(device: torch.device) -> None:
 
 def test_no_rows(device: torch.device) -> None:
     weight = torch.ones(5, 16, device=device)
-    assert skinny_linear.skinny_linear(torch.ones(0, 16, device=device), weight).shape == (0, 5)
+    none = torch.ones(0, 16, device=device)
+    assert skinny_linear.skinny_linear(none, weight).shape == (0, 5)
+    assert skinny_linear.linear_parts(none, weight, tiling=Tiling(16, 16, 4, splits=2)).shape == (2, 0, 5)
 
 
 VECTOR = Case(1, 300, 80, bias=True, norm=True, activation=Activation.SILU, tiling=VectorTiling(2, 2, 1))
@@ -142,6 +196,7 @@ ADDED = Case(1, 300, 80, add=True, tiling=VectorTiling(1, 2, 1))
 TILES = Case(3, 34, 600, bias=True, tiling=Tiling(16, 128, 4, 2))
 SPLIT = Case(3, 34, 600, add=True, tiling=Tiling(16, 128, 4, 2, splits=2))
 POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
+ROW_TILES = Case(40, 34, 200, add=True, tiling=Tiling(16, 128, 4, 2, splits=2, rows=16))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +212,10 @@ POINTERS = Case(3, 34, 601, tiling=Tiling(16, 128, 4, 2))
         ("result += before", "result -= before", ADDED),
         ("next_below, lines + step", "next_below, lines", ADDED),
         ("next_weight = _load_lines(weight, lines + step", "next_weight = _load_lines(weight, lines", ADDED),
-        ("x_descriptor.load([0, start])", "x_descriptor.load([0, 0])", TILES),
+        ("x_descriptor.load([first_row, start])", "x_descriptor.load([first_row, 0])", TILES),
+        ("x_descriptor.load([first_row, start])", "x_descriptor.load([0, start])", ROW_TILES),
+        ("row = first_row + tl.arange", "row = tl.arange", ROW_TILES),
+        ("first_line = tile // row_tiles", "first_line = tile", ROW_TILES),
         ("weight_descriptor.load([first_line, start])", "weight_descriptor.load([0, start])", TILES),
         ("total += tl.load(bias + lines", "total += tl.load(bias + lines // 2", TILES),
         ("x + row[:, None] * x_stride", "x + row[:, None] * inputs", POINTERS),

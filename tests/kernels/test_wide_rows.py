@@ -176,16 +176,16 @@ def draws_as_expected(module: ModuleType, device: torch.device) -> bool:
 
 QUICK_FAULTS = [
     ("listed = (x >= low) & (x < high)", "listed = (x >= low) & (x <= high)"),
-    ("up = above >= need", "up = both >= need"),
+    ("(passed >= need)", "(both >= need)"),
     ("(x >= threshold) & (places < filled)", "(x > threshold) & (places < filled)"),
 ]
 FAULTS = [
     ("place = (ended - counts)", "place = ended"),
     ("listed -= tl.load(reached + begin - 1", "listed -= 0.5 * tl.load(reached + begin - 1"),
-    ("        floor = threshold\n        x", "        floor = low\n        x"),
+    ("floor = threshold\n", "floor = low\n"),
     ("tl.where(above, weights, 0.0), axis=1)", "tl.where(above | listed, weights, 0.0), axis=1)"),
     ("weights.to(tl.float64) + listed, highest", "weights.to(tl.float64), highest"),
-    ("measure, above, need, low,", "measure, above * 0, need, low,"),
+    ("measure, passed, need, start,", "measure, passed * 0, need, start,"),
 ]
 
 

@@ -49,3 +49,12 @@ def test_memory_is_private() -> None:
             flags = words[1:]
     assert flags is not None
     assert "sh" not in flags
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked of Linux")
+def test_collapsing_changes_nothing_and_may_be_refused() -> None:
+    tensor = torch.randn(3 << 20)
+    before = tensor.clone()
+    weight_memory.collapse_pages(tensor.data_ptr(), tensor.nbytes)
+    weight_memory.collapse_pages(0, 10)  # nobody's
+    assert torch.equal(tensor, before)

@@ -21,6 +21,7 @@ def make_device(run_ahead: int = 2, windows: Sequence[int | None] = (None,)) -> 
         max_num_seqs=4,
         max_batched_tokens=16,
         mixed_chunk_tokens=16,
+        full_step_tokens=16,
         block_size=4,
         num_blocks=12,
         groups=tuple(CacheGroup(window) for window in windows),

@@ -20,6 +20,7 @@ ROOMY = SchedulerConfig(
     max_num_seqs=8,
     max_batched_tokens=64,
     mixed_chunk_tokens=16,
+    full_step_tokens=32,
     block_size=4,
     num_blocks=200,
     groups=(CacheGroup(),),
@@ -34,6 +35,7 @@ VARIANTS = {
     "small chunks": {"max_batched_tokens": 3, "prefix_caching": True},
     "one at a time": {"max_num_seqs": 1},
     "small chunks beside decoding rows": {"mixed_chunk_tokens": 1, "run_ahead": 1},
+    "small full steps": {"mixed_chunk_tokens": 1, "full_step_tokens": 1, "max_num_seqs": 2, "run_ahead": 1},
     "small pool": {"num_blocks": 12, "run_ahead": 1, "prefix_caching": True},
     "windows": {"groups": (CacheGroup(), CacheGroup(5)), "run_ahead": 2, "num_blocks": 30, "prefix_caching": True},
 }
@@ -92,6 +94,7 @@ def test_storm_of_cancels_leaks_nothing(run_ahead: int, windows: tuple[int | Non
         max_num_seqs=8,
         max_batched_tokens=40,
         mixed_chunk_tokens=16,
+        full_step_tokens=16,
         block_size=8,
         num_blocks=14 * len(windows),
         groups=tuple(CacheGroup(window) for window in windows),

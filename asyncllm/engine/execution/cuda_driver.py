@@ -45,6 +45,16 @@ class CudaDriver:
         self._driver = ctypes.CDLL(name)  # gives the interpreter lock up during a call
         self._quick = ctypes.PyDLL(name)  # keeps it: for calls of a microsecond or two
 
+    def make_context(self, device: int) -> None:
+        """The context that all of a process use of this device: made if it is not there, and kept."""
+        context = ctypes.c_void_p()
+        self._check(self._driver, "cuInit", ctypes.c_uint(0))
+        self._check(self._driver, "cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+
+    def release_context(self, device: int) -> None:
+        """Undo one `make_context`: the context is gone unless others have use for it."""
+        self._check(self._driver, "cuDevicePrimaryCtxRelease_v2", ctypes.c_int(device))
+
     def create_stream(self) -> int:
         """A stream that nobody else has."""
         stream = ctypes.c_void_p()

@@ -22,8 +22,9 @@ from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
 from asyncllm.engine.execution.told_logits import StepTold
-from asyncllm.engine.plan import Int32Array, LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import Int32Array, LateTokens, RowJoin, StepPlan, StepResult
 from asyncllm.kernels.block_copy import copy_blocks
+from asyncllm.kernels.row_join import RECORD_WORDS
 from asyncllm.kernels.sampled_rows import LogitRows
 
 logger = logging.getLogger("asyncllm")
@@ -31,14 +32,15 @@ logger = logging.getLogger("asyncllm")
 GRAPH_TOKENS = 8192
 """Larger steps are launched by hand: they take the device longer than the host."""
 
-PADDING_BEFORE_CAPTURE = 4096
-"""Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own. A capture
-keeps the engine's thread for 60 to 100 ms on an H200."""
+_CAPTURE_BYTES = 1 << 46
+"""Bytes of weights, times tokens, that cost about as much as a capture. One keeps the engine's thread for 60 to 100 ms
+on an H200, where a token of a model of 8 billion parameters takes 20 µs."""
 
-_SAMPLER_TOKENS = 64
-"""What a graph that samples with more than a step asks for counts as."""
+SAMPLER_TOKENS = 1
+"""What a graph that samples with more than a step asks for counts as: a few launches that find nothing to do."""
 
 _NO_PLACES = np.zeros(0, np.int64)
+_NO_JOINS = np.zeros((0, RECORD_WORDS), np.int32)
 
 MOST_FAILURES = 5
 """Captures of one size that may fail before its steps are launched by hand for good."""
@@ -54,11 +56,19 @@ def graph_sizes(max_tokens: int) -> list[int]:
 
 
 def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
-    """Those that get a graph at the start, the largest first: steps of any other size then need not wait for theirs."""
+    """Those that get a graph at the start, the largest first: all where steps only decode, else so many that steps of
+    any other size need not wait for theirs."""
     sizes = graph_sizes(max_tokens)
-    powers = [1 << i for i in range(4 if chunks else 0, GRAPH_TOKENS.bit_length())]
+    if not chunks:
+        return sizes[::-1]
+    powers = [1 << i for i in range(4, GRAPH_TOKENS.bit_length())]
     halves = [3 * power for power in powers if power >= 128]
     return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
+
+
+def padding_before_capture(weight_bytes: int) -> int:
+    """Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own."""
+    return max(1, _CAPTURE_BYTES // max(1, weight_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +142,18 @@ class CudaExecutor:
         """The first graphs are there: from now on, capture others only where they are worth it.
 
         Keeps the entries "workspace" of `memory_bytes`, which grows with what requests ask for, and "graphs": what is
-        reserved beyond the sum of the other entries.
+        reserved beyond the sum of the other entries. Reads "weights".
         """
-        self._padding = PADDING_BEFORE_CAPTURE
+        self._padding = padding_before_capture(memory_bytes["weights"])
         self._memory = memory_bytes
         self._lasting_bytes = self._space.lasting_bytes()
 
     def enqueue(self, plan: StepPlan, turn: int, after_late: Callable[[], object] | None = None) -> Launched:
         """Launch a step, which is the `turn`th of the ring. `after_late` is called once its late samples are launched,
         before all else of it."""
-        kept: tuple[Tensor, ...] = ()
-        if plan.joins or plan.chunks or len(plan.copies):
-            kept = self._prepare(plan)
+        # Mostly the step's own launches let requests take rows, where it has chunks.
+        joins = self._rows.describe(plan.joins) if plan.chunks else None
+        kept = self._prepare(plan, () if joins is not None else plan.joins)
         edits = plan.tables
         tables = self._rows.tables
         entries = (edits.groups * tables.shape[1] + edits.rows) * tables.shape[2] + edits.indices
@@ -165,7 +175,8 @@ class CudaExecutor:
             return Launched(kept, _NO_PLACES, None, late_told, None)
         outputs = lay_out_outputs(plan)
         kind = self._kind(plan)
-        self._ring.write(turn, plan, entries, size_tokens=kind.tokens, size_sampled=self._program.sampled(kind))
+        joins = _NO_JOINS if joins is None else joins
+        self._ring.write(turn, plan, entries, joins, size=(kind.tokens, self._program.sampled(kind)))
         samples = self._samples(plan, outputs, turn)
         by_hand = samples.by_hand
         if (graph := self._graphs.get(kind)) is not None and by_hand is None:
@@ -268,6 +279,14 @@ class CudaExecutor:
             others = sum(size for name, size in self._memory.items() if name != "graphs")
             self._memory["graphs"] = max(0, self._space.reserved_bytes() - others)
 
+    def capture_unrun(self, plan: StepPlan) -> None:
+        """Make a graph of steps like this one, if they lack it, without running it: all its kernels are loaded, and
+        there is memory for what passes between them."""
+        kind = self._kind(plan)
+        if kind not in self._graphs:
+            self._uncaptured = kind
+            self.capture()
+
     def recover(self, turn: int) -> None:
         """After an `enqueue` that raised half-way: wait for what was launched of it, and go on at `turn`."""
         with self._space.entered():
@@ -292,19 +311,27 @@ class CudaExecutor:
         del self._program, self._rows, self._ring, self._cache, self._settings
         self._space.close()
 
-    def _prepare(self, plan: StepPlan) -> tuple[Tensor, ...]:
+    def _prepare(self, plan: StepPlan, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
+        """What is launched before the step's own launches, with these joins. Most steps need none of it, which matters:
+        each launch, and each tensor made, gives the interpreter lock up, and re-taking it can cost 5 ms."""
         kept: tuple[Tensor, ...] = ()
-        if plan.joins:
+        if joins:
             with self._space.lasting():
-                kept = self._rows.join(plan.joins)
+                kept = self._rows.join(joins)
             self._forget_outgrown()
-        with self._space.entered():
-            kept += self._rows.adjustments.take_chunks(plan.chunks)
-            if len(plan.copies):
-                pairs = host_words(plan.copies, self._cache.device)
-                copy_blocks(self._cache, pairs)
-                kept += (pairs,)
+        if self._rows.adjustments.counting or len(plan.copies):
+            with self._space.entered():
+                kept += self._rows.adjustments.take_chunks(plan.chunks)
+                if len(plan.copies):
+                    kept += (self.copy_blocks(plan.copies),)
         return kept
+
+    def copy_blocks(self, pairs: Int32Array) -> Tensor:
+        """Launch the copies of blocks to others, in pairs [c, 2]. Keep what is returned until the device has passed
+        this."""
+        words = host_words(pairs, self._cache.device)
+        copy_blocks(self._cache, words)
+        return words
 
     def _forget_outgrown(self) -> None:
         """Rare: a request asks for what none has before, or has more suppressed ids, biases or named ids."""
@@ -348,7 +375,7 @@ class CudaExecutor:
                 for size in self._sizes[index:]:
                     for more in list(SamplerUse)[use:]:
                         if (kind := StepKind(size, chunks, more)) in self._graphs:
-                            self._padding_left[best] = left - (size - tokens) - _SAMPLER_TOKENS * (more > use)
+                            self._padding_left[best] = left - (size - tokens) - SAMPLER_TOKENS * (more > use)
                             return kind
         return best
 

@@ -1,36 +1,28 @@
-"""Brings up a model on a GPU: weights, cache, and a first run of every kernel.
-
-The kernels are compiled side by side, and while weights are loaded: the first steps are launched once without running
-our kernels, to learn which there are. Then they run, and are captured.
-"""
+"""Brings up a model on a GPU: weights, cache, and the first steps (`first_steps`), whose kernels are compiled while the
+weights are loaded."""
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 import traceback
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cuda_device import CudaSpace
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes
+from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.cuda_runner import STEPS, CudaRunner
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.first_steps import LEAST_LENGTH, FirstSteps, first_plans
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.kv_cache import allocate_device_cache
-from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sizes import choose_sizes, dtype_name, megabytes
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
-from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
-from asyncllm.kernels.language import compiling
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.parameter import Placement
@@ -40,15 +32,11 @@ from asyncllm.models.registry import find_architecture, read_model_config
 from asyncllm.weights.source import ModelSource
 from asyncllm.weights.tensors import iterate_tensors
 
-logger = logging.getLogger("asyncllm")
-
 _BLOCK_SIZE = 64
 _BATCHED_TOKENS = 8192
 EDITS = 4096
 """Edits of block tables that a step describes in its own words; the few steps with more take longer to launch."""
 _LEAST_FP8_CAPABILITY = (8, 9)
-_FIRST_LENGTH = 32
-"""Positions that the first run needs of a row."""
 _SPLIT_ATTENTION = 1 << 27
 """Bytes that hold what long sequences' attention leaves between its parts, and more."""
 
@@ -63,8 +51,18 @@ class Loaded:
     facts: ModelFacts
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What to load, and who does it."""
+
+    source: ModelSource
+    config: EngineConfig
+    thread: DeviceThread
+    head_start: HeadStart
+
+
 async def load_cuda_runner(
-    source: ModelSource, config: EngineConfig, device: torch.device
+    source: ModelSource, config: EngineConfig, device: torch.device, head_start: HeadStart
 ) -> tuple[Runner, ModelFacts]:
     """Load a model onto `device` and make it ready to run. Called on the engine's loop; a thread does the work.
 
@@ -72,19 +70,19 @@ async def load_cuda_runner(
     """
     torch.cuda.set_device(device)  # of this thread, which launches the steps
     thread = DeviceThread("asyncllm-cuda-load")
-    loaded = await thread.bring_up(partial(_load, source, config, device, thread))
+    loaded = await thread.bring_up(partial(_load, _Order(source, config, thread, head_start), device))
     # The thread ends here, so that this one gets its handle of cuBLAS, and with it the workspace in use.
     await thread.aclose()
     return CudaRunner(loaded.executor, loaded.ring, loaded.turn), loaded.facts
 
 
-def _load(source: ModelSource, config: EngineConfig, device: torch.device, thread: DeviceThread) -> Loaded:
-    model_config = read_model_config(source.config)
+def _load(order: _Order, device: torch.device) -> Loaded:
+    model_config = read_model_config(order.source.config)
     _check_supported(model_config)
     space = CudaSpace(device)
     _make_library_workspace(space)
     try:
-        return _build(source, config, model_config, space, thread)
+        return _build(order, model_config, space)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # what they hold is in the memory that is given back
         space.close()
@@ -96,9 +94,8 @@ def _load(source: ModelSource, config: EngineConfig, device: torch.device, threa
         raise
 
 
-def _build(
-    source: ModelSource, config: EngineConfig, model_config: ModelConfig, space: CudaSpace, thread: DeviceThread
-) -> Loaded:
+def _build(order: _Order, model_config: ModelConfig, space: CudaSpace) -> Loaded:
+    source, config = order.source, order.config
     dtype, device = _choose_dtype(config, model_config), space.device
     cache_dtype = _choose_cache_dtype(config, dtype, device)
     make_model = find_architecture(source.config).model
@@ -115,7 +112,7 @@ def _build(
         )
     sizes = choose_sizes(config, model_config, cache_dtype, free - weights - workspace)
     # no shorter than what the first run needs
-    length = max(sizes.max_model_len, _FIRST_LENGTH)
+    length = max(sizes.max_model_len, LEAST_LENGTH)
     with space.entered():
         placement = Placement(dtype, device, kernels=True, deterministic=config.deterministic)
         model = make_model(model_config, sizes.layout.layers, length, placement)
@@ -135,73 +132,19 @@ def _build(
         program = StepProgram(model, sizes.layout, cache, rows, ring, deterministic=config.deterministic)
         executor = CudaExecutor(space, program, rows, ring, cache)
     plans = first_plans(config.max_num_seqs, sizes.max_batched_tokens, length)
-    started = time.monotonic()
-    with compiling(os.cpu_count() or 1) as compilation:
-        for plan in plans:
-            executor.enqueue(plan, 0)
-        launch_rare_kernels(row_sizes, processed_logprobs=processed)
-        with space.entered():  # while they compile
+    first = FirstSteps(executor, plans, order.thread)
+    with first.compiling(order.head_start, row_sizes, processed_logprobs=processed):
+        with space.entered():
             if source.load_format == "dummy":
                 fill_weights(model)
             else:
-                load_weights(model, thread.interruptible(iterate_tensors(source)))
-        loaded = time.monotonic()
-    compiled = time.monotonic()
-    turn = _run_first(executor, plans)
-    logger.debug(
-        "brought up: %d kernels launched and weights loaded in %.2f s, compiled %.2f s later, first steps in %.2f s",
-        len(compilation.kinds),
-        loaded - started,
-        compiled - loaded,
-        time.monotonic() - compiled,
-    )
+                load_weights(model, order.thread.interruptible(iterate_tensors(source)))
+        turn = first.run()
     memory = {"weights": model.weight_bytes(), "cache": cache.nbytes}
     memory["workspace"] = space.reserved_bytes() - sum(memory.values())
     memory["graphs"] = 0
     executor.serve(memory)
     return Loaded(executor, ring, turn, sizes.facts(config, model, memory, placement))
-
-
-def first_plans(num_rows: int, max_tokens: int, length: int) -> list[StepPlan]:
-    """Steps of each size that gets a graph at the start; they run every kernel, and write to the null block only.
-
-    They take rows for no request; whoever joins next finds nothing of them. `length` is at least `_FIRST_LENGTH`.
-    """
-    longest = length - _FIRST_LENGTH // 2
-    plans = []
-    for size in first_graph_sizes(min(max_tokens, num_rows * longest), chunks=True):
-        counts = [min(longest, size - start) for start in range(0, size, longest)]
-        plans.append(_plan(counts, 0))
-    plans += [_plan([], size) for size in first_graph_sizes(min(num_rows, max_tokens), chunks=False)]
-    # last, so that nothing is left of the filters: graphs of steps without any are made when they are first worth it
-    plain = RowSampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-    return [*plans, _plan([], 1, plain)]
-
-
-_FILTERED = RowSampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)
-
-
-def _plan(counts: list[int], decoding: int, sampling: RowSampling = _FILTERED) -> StepPlan:
-    none = np.zeros(0, np.int32)
-    return StepPlan(
-        step=0,
-        joins=(RowJoin(0, 0, sampling),),
-        tables=TableEdits(none, none, none, none),
-        copies=np.zeros((0, 2), np.int32),
-        chunks=tuple(Chunk(row, 0, np.zeros(count, np.int32), samples=True) for row, count in enumerate(counts)),
-        decode_rows=np.arange(decoding, dtype=np.int32),
-        decode_changed=True,
-    )
-
-
-def _run_first(executor: CudaExecutor, plans: list[StepPlan]) -> int:
-    """Returns the ring's line of the next step."""
-    for index, plan in enumerate(plans):
-        kept = executor.enqueue(plan, index % STEPS)
-        executor.capture()
-        executor.stream.synchronize()
-        del kept
-    return len(plans) % STEPS
 
 
 def _check_supported(model: ModelConfig) -> None:

@@ -80,6 +80,15 @@ class DeviceAdjustments:
         """Whether any row was ever more than a plain one."""
         return bool(self._uses)
 
+    @property
+    def counting(self) -> bool:
+        """Whether any row counts its tokens: `take_chunks` has nothing to do otherwise."""
+        return bool(self._counting)
+
+    def is_concerned(self, join: RowJoin) -> bool:
+        """Whether `join` has anything to launch for it: it does something to its logits, or who had the row did."""
+        return bool(self._duties(join.sampling)) or self._uses.get(join.row, SamplerUse.PLAIN) >= SamplerUse.ADJUSTED
+
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
         """Requests take rows. Keep what is returned until the device has passed this.
 
@@ -90,10 +99,9 @@ class DeviceAdjustments:
         words: list[NDArray[np.int32]] = []
         size = 0
         for join in joins:
-            duties = self._duties(join.sampling)
-            had_duties = self._uses.get(join.row, SamplerUse.PLAIN) >= SamplerUse.ADJUSTED
+            duties, concerned = self._duties(join.sampling), self.is_concerned(join)
             self._note(join.row, join.sampling, duties)
-            if duties or had_duties:
+            if concerned:
                 record, parts = self._record(join, duties, size)
                 records.append(record)
                 words += parts

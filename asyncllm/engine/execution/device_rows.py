@@ -38,6 +38,7 @@ _RECORD = np.dtype(
 )
 """A record of `kernels/row_join.py`."""
 assert _RECORD.itemsize == 4 * RECORD_WORDS
+_NO_RECORDS = np.zeros((0, RECORD_WORDS), np.int32)
 assert tuple(_RECORD.fields or ())[: len(JOIN_SETTINGS)] == JOIN_SETTINGS
 
 
@@ -76,50 +77,50 @@ class DeviceRows:
         self.last_tokens = zeros(num_rows)
         self.next_positions = zeros(num_rows)
         self.tables = zeros(num_groups, num_rows, row_blocks)
-        self._settings = zeros(len(JOIN_SETTINGS), num_rows)
+        self.join_settings = zeros(len(JOIN_SETTINGS), num_rows)  # one line for each of them
         self._seeds = zeros(num_rows, dtype=torch.int64)
         self._suppressed = zeros(num_rows, _SUPPRESSED)
-        self.prompt_tokens = self._settings[JOIN_SETTINGS.index("prompt_tokens")]
+        self.prompt_tokens = self.join_settings[JOIN_SETTINGS.index("prompt_tokens")]
         self.settings = self._row_settings()
 
+    def describe(self, joins: Sequence[RowJoin]) -> Int32Array | None:
+        """Requests take rows by the step's own launches, which are given these records [n, RECORD_WORDS]. None where
+        one of them has more than settings, or its row had: then `join` all of them."""
+        if any(
+            (join.sampling.suppressed and join.sampling.suppress_before > 0)
+            or self.adjustments.is_concerned(join)
+            or self.scores.is_concerned(join)
+            for join in joins
+        ):
+            return None
+        if not joins:
+            return _NO_RECORDS
+        self.adjustments.join(joins)
+        self._note_prompts(joins)
+        return _records(joins)[0]
+
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
-        """Requests take rows. Keep what is returned until the device has passed this.
+        """Requests take rows, by launches of their own. Keep what is returned until the device has passed this.
 
         Where a request has more suppressed ids, biases or named ids than a row has room for, the room grows: `settings`
         (or `adjustments.rows`, `scores.requests`) has a new tensor then, and graphs that hold the old one must not run
         any more.
         """
-        records = np.zeros(len(joins), _RECORD)
-        suppressed: list[int] = []
-        for i, join in enumerate(joins):
-            sampling = join.sampling
-            ids = sampling.suppressed if sampling.suppress_before > 0 else ()
-            records[i] = (
-                join.prompt_tokens,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.choice,
-                sampling.suppress_before if ids else 0,
-                len(ids),
-                sampling.seed,
-                join.row,
-                len(suppressed),
-                0,
-            )
-            suppressed += ids
-        self._make_room(int(records["num_suppressed"].max(initial=0)))
+        records, suppressed = _records(joins)
+        self._make_room(int(records[:, JOIN_SETTINGS.index("num_suppressed")].max(initial=0)))
         device = self._seeds.device
-        words = host_words(records.view(np.int32).reshape(-1, RECORD_WORDS), device)
+        words = host_words(records, device)
         suppressed_words = host_words(np.array(suppressed or [0], np.int32), device)
-        join_rows(self._settings, self._seeds, self._suppressed, words, suppressed_words)
+        join_rows(self.join_settings, self._seeds, self._suppressed, words, suppressed_words)
+        self._note_prompts(joins)
+        return words, suppressed_words, *self.adjustments.join(joins), *self.scores.join(joins)
+
+    def _note_prompts(self, joins: Sequence[RowJoin]) -> None:
         for join in joins:
             told = join.sampling.prompt_logprobs
             self._told_prompts.pop(join.row, None)
             if told is not None:
                 self._told_prompts[join.row] = (join.known()[: join.prompt_tokens], told)
-        return words, suppressed_words, *self.adjustments.join(joins), *self.scores.join(joins)
 
     def prompt_parts(self, chunks: Sequence[Chunk]) -> Sequence[PromptPart]:
         """What the chunks tell of prompts of which log-probabilities are asked for."""
@@ -141,7 +142,7 @@ class DeviceRows:
             self.settings = self._row_settings()
 
     def _row_settings(self) -> RowSettings:
-        fields = dict(zip(JOIN_SETTINGS, self._settings, strict=True))
+        fields = dict(zip(JOIN_SETTINGS, self.join_settings, strict=True))
         return RowSettings(
             temperature=fields["temperature"].view(torch.float32),
             top_k=fields["top_k"],
@@ -153,3 +154,28 @@ class DeviceRows:
             num_suppressed=fields["num_suppressed"],
             suppressed=self._suppressed,
         )
+
+
+def _records(joins: Sequence[RowJoin]) -> tuple[Int32Array, Sequence[int]]:
+    """[n, RECORD_WORDS], and the suppressed ids of all records."""
+    records = np.zeros(len(joins), _RECORD)
+    suppressed: list[int] = []
+    for i, join in enumerate(joins):
+        sampling = join.sampling
+        ids = sampling.suppressed if sampling.suppress_before > 0 else ()
+        records[i] = (
+            join.prompt_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.choice,
+            sampling.suppress_before if ids else 0,
+            len(ids),
+            sampling.seed,
+            join.row,
+            len(suppressed),
+            0,
+        )
+        suppressed += ids
+    return records.view(np.int32).reshape(-1, RECORD_WORDS), suppressed

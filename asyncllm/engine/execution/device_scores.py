@@ -68,6 +68,10 @@ class DeviceScores:
         self.late_ring: ScoreRing | None = None  # for late samples
         self.workspace: ScoreWorkspace | None = None
 
+    def is_concerned(self, join: RowJoin) -> bool:
+        """Whether `join` has anything to do for it: it asks for some, or who had the row did."""
+        return join.sampling.logprobs is not None or join.row in self._asked
+
     def join(self, joins: Sequence[RowJoin]) -> tuple[Tensor, ...]:
         """Requests take rows. Keep what is returned until the device has passed this.
 

@@ -14,6 +14,7 @@ from asyncllm.engine.execution.cpu_runner import CpuRunner, StepExecutor
 from asyncllm.engine.execution.cuda_device import find_cuda_device
 from asyncllm.engine.execution.cuda_loading import load_cuda_runner
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
@@ -33,15 +34,16 @@ _COPIES_SHARE = 2
 """Dense copies of packed weights take at most one part in so many of the memory that is left beside the weights."""
 
 
-async def load_runner(source: ModelSource, config: EngineConfig) -> tuple[Runner, ModelFacts]:
-    """Load a model and make it ready to run. Called on the engine's loop; the work is done on the runner's thread.
+async def load_runner(source: ModelSource, config: EngineConfig, head_start: HeadStart) -> tuple[Runner, ModelFacts]:
+    """Load a model and make it ready to run. Called on the engine's loop; the work is done on the runner's thread. The
+    head start has begun, or not.
 
     Raises `UnsupportedModelError`, `CheckpointError`, `ConfigError` and `InsufficientMemoryError`. A GPU is used where
     there is one, unless `config.device` says otherwise.
     """
     device = find_cuda_device(config.device)
     if device is not None:
-        return await load_cuda_runner(source, config, device)
+        return await load_cuda_runner(source, config, device, head_start)
     _check_supported(config)
     thread = DeviceThread("asyncllm-cpu")
     executor, facts = await thread.bring_up(partial(load_executor, source, config, thread.interruptible))

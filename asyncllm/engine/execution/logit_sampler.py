@@ -93,7 +93,7 @@ class LogitSampler:
             adjust_logits(some, logits, where, rows.settings, special.rows, skip=skip)
             if words is not None:
                 words.apply(some, where.vocabulary)
-            filter_rare_rows(some, where, rows.settings, special.rows)
+            filter_rare_rows(some, where, rows.settings, special.rows, self._workspace)
             adjusted = AdjustedLogits(special.rows.integers("duties"), some)
         source, heat = logits, None
         if special.processed_logprobs and adjusted is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
 from asyncllm.engine.execution.logit_sampler import HostWords, LogitSampler, Told
@@ -32,8 +33,10 @@ _EVERYTHING = RowSampling(
 )
 
 
-def launch_rare_kernels(sizes: RowSizes, *, processed_logprobs: bool) -> None:
-    """Launch them as steps do, but on tensors without memory: only to be called within `compiling`."""
+def launch_rare_kernels(executor: CudaExecutor, sizes: RowSizes, *, processed_logprobs: bool) -> None:
+    """Launch them as steps do, but on tensors without memory: only to be called where launches are not run
+    (`Compilation.launches`). What belongs to no row's sampling is the executor's."""
+    executor.copy_blocks(np.zeros((1, 2), np.int32))
     nowhere = torch.device("meta")
     rows = DeviceRows(sizes, nowhere, processed_logprobs=processed_logprobs)
     sampler = LogitSampler(rows, sizes.rows, sizes.vocabulary, nowhere)

@@ -23,7 +23,7 @@ from asyncllm.engine.plan import Float32Array, RowBias, RowLogits, RowSampling
 _SORTED = 4096
 """top_p sorts vocabularies up to this size."""
 _BIN_SHIFT = 15
-"""The bits of a float32 that do not tell where top_p counts it: the sign apart, 16 others do."""
+"""The bits of a float32 that do not tell where top_p and typical_p count it: the sign apart, 16 others do."""
 _TILE = 256
 """Tokens whose weights the draw adds up at once."""
 XTC_STREAM = 1
@@ -149,11 +149,11 @@ def _lower_bounds(
     if (top_p < 1).any():
         limited = np.flatnonzero(top_p < 1)
         rows = torch.from_numpy(limited)
-        by_mass[rows] = _nucleus_bounds(scaled[rows], by_count[rows], torch.from_numpy(top_p[limited]).double())
+        by_mass[rows] = _top_p_bounds(scaled[rows], by_count[rows], torch.from_numpy(top_p[limited]).double())
     return torch.maximum(torch.maximum(by_likelihood, by_count), by_mass)
 
 
-def _nucleus_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
+def _top_p_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
     """The logit of the last of the most likely tokens that together have `share` of the mass at or above `floor`."""
     weights = scaled.exp().masked_fill_(scaled < floor[:, None], 0.0)
     wanted = share * weights.sum(-1, dtype=torch.float64)
@@ -166,21 +166,21 @@ def _nucleus_bounds(scaled: Tensor, floor: Tensor, share: Tensor) -> Tensor:
     return torch.tensor([_mass_bound(*row) for row in rows], dtype=torch.float32)
 
 
-def _mass_bound(scaled: Float32Array, weights: Float32Array, wanted: float) -> float:
-    """The logit [vocabulary] at which the weights of the most likely tokens add up to `wanted`; none is over 0.
+def _mass_bound(order: Float32Array, weights: Float32Array, wanted: float) -> float:
+    """The number of `order` [vocabulary], none over 0, down to which, from the largest, the weights add up to `wanted`.
 
-    No sort: the tokens are counted into bins by the upper bits of their logits, and only those of one bin are sorted.
+    No sort: the tokens are counted into bins by the upper bits of their numbers, and only those of one bin are sorted.
     """
     # of a number below 0, the bits without the sign grow as the number falls
-    bins = (scaled.view(np.int32) & 0x7FFFFFFF) >> _BIN_SHIFT
+    bins = (order.view(np.int32) & 0x7FFFFFFF) >> _BIN_SHIFT
     reached = np.bincount(bins, weights).cumsum()  # float64
     bin = min(int(reached.searchsorted(wanted)), int(bins.max()))
     tokens = np.flatnonzero(bins == bin)
     if not len(tokens):  # they are not numbers
         return -np.inf
-    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
+    tokens = tokens[np.argsort(-order[tokens], kind="stable")]
     held = weights[tokens].cumsum(dtype=np.float64) + (reached[bin - 1] if bin else 0.0)
-    return float(scaled[tokens[min(int(held.searchsorted(wanted)), len(tokens) - 1)]])
+    return float(order[tokens[min(int(held.searchsorted(wanted)), len(tokens) - 1)]])
 
 
 def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
@@ -192,15 +192,9 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
     if 0 < sampling.top_k < len(scaled):
         scaled[scaled < scaled.topk(sampling.top_k).values[-1]] = -torch.inf
     if sampling.typical_p < 1:
-        distance = surprise_distance(scaled)
-        nearest = distance.sort()
-        held = scaled.double().softmax(-1)[nearest.indices].cumsum(-1)
-        last = min(int((held < sampling.typical_p).sum()), len(scaled) - 1)
-        scaled[distance > nearest.values[last]] = -torch.inf
+        _keep_mass(scaled, _typicality(scaled), sampling.typical_p)
     if sampling.top_p < 1:
-        weights = scaled.exp()
-        wanted = float(np.float32(sampling.top_p)) * float(weights.sum(dtype=torch.float64))
-        scaled[scaled < _mass_bound(scaled.numpy(), weights.numpy(), wanted)] = -torch.inf
+        _keep_mass(scaled, scaled, sampling.top_p)
     if sampling.min_p > 0:
         scaled[scaled < scaled.max() + float(torch.tensor(sampling.min_p).log())] = -torch.inf
     if sampling.xtc_probability > 0 and drops_first_choices(sampling, position):
@@ -210,14 +204,22 @@ def _filter_row(scaled: Tensor, sampling: RowSampling, position: int) -> None:
             scaled[scaled > chosen.min()] = -torch.inf
 
 
-def surprise_distance(scaled: Tensor) -> Tensor:
-    """How far each token's surprise is from the expected one, in float64; infinite where it has no probability.
+def _typicality(scaled: Tensor) -> Tensor:
+    """Minus how far each token's surprise is from the expected one; -infinity where it has no probability.
 
     Meister et al., "Locally typical sampling", TACL 2023.
     """
-    surprise = -scaled.double().log_softmax(-1)
-    expected = torch.where(surprise < torch.inf, surprise * (-surprise).exp(), 0.0).sum()
-    return (surprise - expected).abs()
+    weights = scaled.exp()
+    sums = (weights * scaled).masked_fill_(weights == 0, 0.0).sum(dtype=torch.float64)
+    # a surprise is -scaled, but for what is the same for all
+    return (scaled - float(sums / weights.sum(dtype=torch.float64))).abs_().neg_()
+
+
+def _keep_mass(scaled: Tensor, order: Tensor, part: float) -> None:
+    """Of a row [vocabulary], in place: those first in this order, the largest, none over 0, that hold so much of it."""
+    weights = scaled.exp()
+    wanted = float(np.float32(part)) * float(weights.sum(dtype=torch.float64))
+    scaled[order < _mass_bound(order.numpy(), weights.numpy(), wanted)] = -torch.inf
 
 
 def drops_first_choices(sampling: RowSampling, position: int) -> bool:

@@ -16,8 +16,9 @@ from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.llama import Llama
 
 _BLOCK_SIZE = 16
-_BATCHED_TOKENS = 512
-"""Enough for a prompt's matrix products to be efficient, few enough for other rows not to wait long."""
+_BATCHED_TOKENS = 1024
+"""Enough for a prompt's matrix products to be efficient, and for most prompts to be attended at once, which needs no
+mask; few enough for who comes next not to wait long."""
 _CPU_CHUNK = 64
 _LEAST_GPU_CHUNK, _MOST_GPU_CHUNK = 256, 1024
 _GPU_CHUNK_BYTES = 1 << 42
@@ -49,6 +50,7 @@ class Sizes:
             dtype=dtype_name(placement.dtype),
             device=str(placement.device),
             mixed_chunk_tokens=mixed_chunk_tokens(placement.device, model.weight_bytes()),
+            full_step_tokens=full_step_tokens(placement.device, model.weight_bytes()),
             prefix_caching=not model.rotary.length_dependent,
         )
 
@@ -58,8 +60,20 @@ def mixed_chunk_tokens(device: torch.device, weight_bytes: int) -> int:
     H200, but no fewer than are computed while the weights are read anyway."""
     if device.type == "cpu":
         return _CPU_CHUNK
-    affordable: int = 1 << max(1, _GPU_CHUNK_BYTES // weight_bytes).bit_length() - 1
-    return min(max(affordable, _LEAST_GPU_CHUNK), _MOST_GPU_CHUNK)
+    return min(max(_affordable(weight_bytes), _LEAST_GPU_CHUNK), _MOST_GPU_CHUNK)
+
+
+def full_step_tokens(device: torch.device, weight_bytes: int) -> int:
+    """From how many tokens on a step is worth the reading of weights, and its fixed costs: on a GPU some 20 ms of an
+    H200, in which a few per cent go to both."""
+    if device.type == "cpu":
+        return 4 * _CPU_CHUNK
+    return max(4 * _LEAST_GPU_CHUNK, 4 * _affordable(weight_bytes))
+
+
+def _affordable(weight_bytes: int) -> int:
+    tokens: int = 1 << max(1, _GPU_CHUNK_BYTES // weight_bytes).bit_length() - 1
+    return tokens
 
 
 def dtype_name(dtype: torch.dtype) -> str:

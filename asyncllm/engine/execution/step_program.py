@@ -138,6 +138,8 @@ class StepProgram:
             tables=rows.tables,
             next_positions=rows.next_positions,
             last_tokens=rows.last_tokens,
+            settings=rows.join_settings,
+            seeds=rows.settings.seed,
             chunks=self.sampled(kind) if kind.chunks else 0,
         )
         for window, plan in self._plans.items():

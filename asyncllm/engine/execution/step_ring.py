@@ -37,8 +37,12 @@ class StepRing:
         self._results = list(self.tokens.numpy())
         self._decode_rows: list[Int32Array | None] = [None] * steps  # what each line holds already
 
-    def write(self, turn: int, plan: StepPlan, entries: Int32Array, *, size_tokens: int, size_sampled: int) -> None:
-        """Describe a step. `entries`: of the block tables seen as one line, those that the first edits are for."""
+    def write(
+        self, turn: int, plan: StepPlan, entries: Int32Array, joins: Int32Array, *, size: tuple[int, int]
+    ) -> None:
+        """Describe a step. `entries`: of the block tables seen as one line, those that the first edits are for; `joins`
+        [n, RECORD_WORDS]: the records of requests that take rows; `size`: how many tokens and samples its launches are
+        made for."""
         layout, line, decode = self.layout, self._lines[turn], plan.decode_rows
         chunks, edits, decoding = plan.chunks, len(entries), len(decode)
         if self._decode_rows[turn] is not decode:
@@ -63,7 +67,9 @@ class StepRing:
         if edits:
             self._put(turn, layout.edit_entries, entries)
             self._put(turn, layout.edit_blocks, plan.tables.blocks[:edits])
-        line[:7] = (decoding, len(chunks), tokens, sampled, edits, size_tokens, size_sampled)
+        if len(joins):
+            self._put(turn, layout.joins, joins.reshape(-1))
+        line[:8] = (decoding, len(chunks), tokens, sampled, edits, *size, len(joins))
 
     def read(self, turn: int, count: int) -> Int32Array:
         """A copy of the tokens that a complete step sampled."""

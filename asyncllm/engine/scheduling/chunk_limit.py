@@ -1,13 +1,22 @@
-"""ChunkLimit: how many known tokens a step computes beside the rows that decode.
+"""ChunkLimit: how many known tokens a step computes.
 
 A decoding row waits for the whole step, so what is computed for others is in the time between two of its tokens. A
 small step is bound by reading weights, and computes some tokens more for little; so a prompt that comes alone is
 computed in small chunks. But each step more costs its fixed part, and who waits for a prompt produces nothing. So of
 all that waits a step may compute the share that the waiting requests have among all that run: a burst goes through in
 large chunks, and where nobody decodes there is no limit.
+
+A *backlog*, more requests than there are rows for, is another matter: however fast prompts are computed, others wait
+for rows. Were all rows taken at once, they would also end at about the same time, and all steps between two such waves
+decode alone, which reads the weights for few tokens. So rows are taken little by little, in steps that are just large
+enough to be worth the reading of the weights: then rows end little by little too, prompts are computed beside decoding
+rows in nearly every step, and no row is held up for long.
 """
 
 from __future__ import annotations
+
+TAKING_STEPS = 16
+"""In how many steps free rows are taken where as many requests as there are rows find none."""
 
 
 def step_size(tokens: int) -> int:
@@ -19,20 +28,27 @@ def step_size(tokens: int) -> int:
 class ChunkLimit:
     """Asked and told of every step. No clock: a function of counts."""
 
-    def __init__(self, small: int) -> None:
-        """`small`: so many tokens hold nobody up for long."""
+    def __init__(self, small: int, full: int) -> None:
+        """`small`: so many tokens hold nobody up for long; `full`: a step of so many is worth reading the weights."""
         self._small = small
+        self._full = full
         self._piece = 0
         self._left = 0  # tokens of what is computed in pieces of this size
 
-    def tokens(self, waiting: int, requests: int, decoding: int) -> int | None:
+    def tokens(self, waiting: int, requests: int, decoding: int, behind: float = 0.0) -> int | None:
         """The most that the next step may compute of `waiting` known tokens of so many requests, beside `decoding`
-        rows; None: no limit.
+        rows; None: no limit. `behind`: requests that wait and find no row, for each row that there is.
 
         The share is taken when the tokens are first seen, and stays until so many are computed: a burst ends in pieces
-        as large as it began. What comes meanwhile can make them larger only.
+        as large as it began. What comes meanwhile can make them larger only. In a backlog the share counts anew in each
+        step, and is cut down to what takes all free rows in some steps.
         """
         piece = -(-waiting * requests // max(1, requests + decoding))
+        if behind > 0:
+            self._left = 0
+            even = int(waiting / max(1.0, TAKING_STEPS * min(1.0, behind)))
+            piece = max(self._small, self._full - decoding, min(piece, even))
+            return step_size(decoding + piece) - decoding
         self._left = min(self._left, waiting)  # some were cached, or are not asked for any more
         if self._left <= 0 or piece > self._piece:
             self._piece, self._left = piece, waiting

@@ -32,7 +32,8 @@ tokens like any others. Until then the row is left out of plans.
    fits (`check_admissible`, and its limit). A request is admitted when all its known tokens have blocks and
    every running row can have one more; the first in the queue is never passed over. There are at most as many
    rows as positions in a step, so some known token is always computed.
-7. Beside decoding rows a step computes only so many known tokens that they do not wait long (`chunk_limit`).
+7. Beside decoding rows a step computes only so many known tokens that they do not wait long, and where requests wait
+   for rows, these are taken little by little (`chunk_limit`).
 """
 
 from __future__ import annotations

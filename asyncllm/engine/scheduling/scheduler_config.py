@@ -16,6 +16,7 @@ class SchedulerConfig:
     max_num_seqs: int  # rows; never more than max_batched_tokens are used
     max_batched_tokens: int  # positions in a step
     mixed_chunk_tokens: int  # so many known tokens may always be computed beside decoding rows
+    full_step_tokens: int  # a step of so many tokens is worth the reading of weights
     block_size: int  # tokens in a block
     num_blocks: int  # allocatable blocks, ids 1 to num_blocks
     groups: tuple[CacheGroup, ...]
@@ -25,7 +26,8 @@ class SchedulerConfig:
     ageing_seconds: float = 10.0  # having waited this long is worth one level of priority
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batched_tokens", "mixed_chunk_tokens", "num_blocks", "max_model_len"):
+        tokens = ("max_batched_tokens", "mixed_chunk_tokens", "full_step_tokens", "max_model_len")
+        for name in ("max_num_seqs", *tokens, "num_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.block_size < 2:

@@ -30,7 +30,7 @@ class StepPlanner:
         self._sampled: list[Request] = []  # by a chunk of the last plan: steady from the next one on
         self._finals: list[Request] = []  # of the last plan: they leave their rows before the next one
         self._blocked: tuple[Request, int] | None = None  # the first in the queue, and the blocks it demands
-        self._limit = ChunkLimit(config.mixed_chunk_tokens)
+        self._limit = ChunkLimit(config.mixed_chunk_tokens, config.full_step_tokens)
         self._fresh = 1.0  # the share of prompts that no cache has, of the last ones
         self.prompt_tokens = 0  # of requests that were scheduled, cached ones included
         self.prompt_tokens_cached = 0
@@ -54,11 +54,12 @@ class StepPlanner:
             self._limit.rest()
             return room
         lagging = [tokens for request in rows.lagging() if (tokens := request.known - rows.position(request)) > 0]
-        waiting, requests = sum(lagging), len(lagging)
+        waiting, requests, behind = sum(lagging), len(lagging), 0
         if first is not None and (self._blocked is None or self._blocked[0] is not first):
             waiting += int(self._fresh * self._roster.waiting_tokens(rows.free))
             requests += min(rows.free, self._roster.num_queued)
-        most = self._limit.tokens(waiting, requests, rows.num_steady + rows.num_kept)
+            behind = max(0, self._roster.num_queued - rows.free)
+        most = self._limit.tokens(waiting, requests, rows.num_steady + rows.num_kept, behind / rows.num_rows)
         return room if most is None else min(room, most)
 
     def grown(self, request: Request) -> None:

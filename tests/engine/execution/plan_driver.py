@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.loading import load_runner
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.plan import Chunk, Int32Array, RowJoin, RowSampling, StepPlan, TableEdits
@@ -48,7 +49,7 @@ class PlanDriver:
     async def load(cls, path: Path, **overrides: object) -> Self:
         config = EngineConfig(num_blocks=256, max_num_seqs=16).override(**overrides)
         source = await asyncio.to_thread(resolve_source, str(path), config)
-        return cls(*await load_runner(source, config))
+        return cls(*await load_runner(source, config, HeadStart()))
 
     async def __aenter__(self) -> Self:
         return self

@@ -20,10 +20,18 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes, graph_sizes, read_late, read_result
-from asyncllm.engine.execution.cuda_loading import first_plans
+from asyncllm.engine.execution.cuda_executor import (
+    CudaExecutor,
+    first_graph_sizes,
+    graph_sizes,
+    padding_before_capture,
+    read_late,
+    read_result,
+)
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
+from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.first_steps import FirstSteps, first_plans
 from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
@@ -66,6 +74,12 @@ def test_graph_sizes() -> None:
     assert first_graph_sizes(300, chunks=True) == [300, 256, 128, 64, 32, 16]
     assert first_graph_sizes(6, chunks=False) == [6, 4, 2, 1]
     assert set(first_graph_sizes(5000, chunks=True)) <= set(graph_sizes(5000))
+
+
+def test_a_graph_is_worth_more_steps_of_a_smaller_model() -> None:
+    assert padding_before_capture(16_060_000_000) == 4381
+    assert padding_before_capture(1_190_000_000) == 59133
+    assert padding_before_capture(1 << 60) == 1
 
 
 def run_interpreted(marks: str, file: str = __file__) -> None:
@@ -412,9 +426,22 @@ if INTERPRETED:
 
     @pytest.mark.blocks_loop
     @pytest.mark.full
-    async def test_first_steps_leave_nothing_behind(twins: Twins) -> None:
-        for plan in first_plans(ROWS, TOKENS, LENGTH):
-            assert len(twins.launch(plan).token_ids) == plan.num_sampled
+    @pytest.mark.parametrize("whole", [False, True])
+    async def test_first_steps_leave_nothing_behind(
+        whole: bool, twins: Twins, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        plans = first_plans(ROWS, TOKENS, LENGTH)
+        if whole:
+            for plan in plans:
+                assert len(twins.launch(plan).token_ids) == plan.num_sampled
+        else:  # most are captured only
+            thread = DeviceThread("asyncllm-test")
+            twins.turn = FirstSteps(twins.executor, plans, thread).run()
+            await thread.aclose()
+            assert twins.turn == 3
+            kinds = {record.args[0] for record in caplog.records if record.msg.startswith("no graph for")}
+            assert {kind.tokens for kind in kinds if kind.chunks} == {24, 16}
+            assert {kind.tokens for kind in kinds if not kind.chunks} == {8, 4, 2, 1}
         prompt = np.random.default_rng(2).integers(3, 512, 20).tolist()
         await twins.run(joins=[RowJoin(0, 0, GREEDY, 20)], pieces=[Piece(0, 0, prompt)])
         await twins.run(decode=[0])

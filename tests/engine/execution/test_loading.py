@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.execution import loading
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.loading import load_runner
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import CacheGroup
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def facts_of(path: Path, **overrides: Any) -> ModelFacts:
     config = EngineConfig(max_num_seqs=4).override(**overrides)
     source = await asyncio.to_thread(resolve_source, str(path), config)
-    runner, facts = await load_runner(source, config)
+    runner, facts = await load_runner(source, config, HeadStart())
     await runner.aclose()
     return facts
 

@@ -132,7 +132,7 @@ def test_the_nucleus_is_what_a_sort_finds(spread: float, steps: int, share: floa
     logits[:, ::3] = -np.inf
     scaled = torch.from_numpy(logits - logits.max(-1, keepdims=True))
     floor = torch.tensor([-torch.inf, -0.5, -5.0, -50.0, -torch.inf, -1.0])
-    bounds = sampler._nucleus_bounds(scaled, floor, torch.full((6,), share, dtype=torch.float64)).numpy()
+    bounds = sampler._top_p_bounds(scaled, floor, torch.full((6,), share, dtype=torch.float64)).numpy()
     for row, low, bound in zip(scaled.double().numpy(), floor.numpy(), bounds, strict=True):
         order = np.sort(row[row >= low])[::-1]
         held = np.exp(order).cumsum() / np.exp(order).sum()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.sizes import Sizes, choose_sizes, mixed_chunk_tokens
+from asyncllm.engine.execution.sizes import Sizes, choose_sizes, full_step_tokens, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.models.registry import read_model_config
@@ -21,7 +21,7 @@ def sizes(free: int = 10**9, *, model: dict[str, Any] | None = None, **overrides
 
 def test_by_default_all_rows_may_be_as_long_as_the_context() -> None:
     found = sizes(max_num_seqs=8)
-    assert (found.max_model_len, found.max_batched_tokens, found.layout.block_size) == (2048, 512, 16)
+    assert (found.max_model_len, found.max_batched_tokens, found.layout.block_size) == (2048, 1024, 16)
     assert found.num_blocks == 8 * 128
     assert found.layout.block_bytes(torch.float32) == BLOCK
 
@@ -90,7 +90,7 @@ def test_windows_need_less() -> None:
     assert found.num_blocks == 128 + (64 + 2 * 32) // 16 + 1
 
 
-@pytest.mark.parametrize(("rows", "tokens", "expected"), [(256, None, 512), (1024, None, 1024), (256, 100, 100)])
+@pytest.mark.parametrize(("rows", "tokens", "expected"), [(256, None, 1024), (2048, None, 2048), (256, 100, 100)])
 def test_tokens_of_a_step(rows: int, tokens: int | None, expected: int) -> None:
     assert sizes(max_num_seqs=rows, max_batched_tokens=tokens).max_batched_tokens == expected
 
@@ -101,3 +101,11 @@ def test_tokens_of_a_step(rows: int, tokens: int | None, expected: int) -> None:
 )
 def test_tokens_beside_decoding_rows(device: str, weights: float, expected: int) -> None:
     assert mixed_chunk_tokens(torch.device(device), int(weights)) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "expected"),
+    [("cuda", 1.2e9, 8192), ("cuda", 16.1e9, 1024), ("cuda", 140e9, 1024), ("cpu", 1e8, 256)],
+)
+def test_tokens_of_a_full_step(device: str, weights: float, expected: int) -> None:
+    assert full_step_tokens(torch.device(device), int(weights)) == expected

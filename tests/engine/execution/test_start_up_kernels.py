@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,20 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.execution import compile_processes
+from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_executor import CudaExecutor
-from asyncllm.engine.execution.cuda_loading import first_plans
 from asyncllm.engine.execution.device_rows import DeviceRows, RowSizes
+from asyncllm.engine.execution.first_steps import first_plans
 from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels import language
-from asyncllm.kernels.language import TRITON_AVAILABLE, compiling
+from asyncllm.kernels.block_copy import copy_blocks
+from asyncllm.kernels.compilation import Compilation
+from asyncllm.kernels.language import TRITON_AVAILABLE
 from asyncllm.kernels.row_join import RECORD_WORDS, join_rows
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.parameter import Placement
@@ -50,19 +58,32 @@ class Hopper:
         return 0
 
 
+@contextmanager
+def compiling(processes: CompileProcesses | None = None) -> Iterator[Compilation]:
+    """What is launched within is compiled: by these processes, or by two threads of this one."""
+    with ThreadPoolExecutor(2) as pool:
+        compilation = Compilation(pool, processes or CompileProcesses())
+        with compilation.launches() as launched:
+            yield compilation
+        for kernel in launched:
+            kernel.result()
+
+
 @dataclass
 class Compiled:
-    """Names of kernels that were compiled, in a cache on disk that was empty."""
+    """Names of kernels that came to be, with a cache on disk that was empty."""
 
     names: list[str]
+    cached: list[str]  # those of them that were found there
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    found = Compiled([])
+    found = Compiled([], [])
 
-    def listen(src: Any, **_: Any) -> None:
+    def listen(src: Any, cache_hit: bool, **_: Any) -> None:
         found.names.append(src.fn.fn.__name__)
+        found.cached += [src.fn.fn.__name__] * cache_hit
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(language, "_can_overlap", lambda device: True)
@@ -124,10 +145,10 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """All compile for a Hopper. Then no request that a first step was not like has another one compiled."""
         folder = write_tiny_model(tmp_path, config={**SMALL, **MODELS[model]})
         device = Device(folder, torch.bfloat16, deterministic=deterministic)
-        with compiling(2) as compilation:
+        with compiling() as compilation:
             for plan in first_plans(ROWS, TOKENS, LENGTH):
                 device.launch(plan)
-            launch_rare_kernels(device.sizes, processed_logprobs=deterministic)
+            launch_rare_kernels(device.executor, device.sizes, processed_logprobs=deterministic)
         assert {"_rope_cache_kernel", "_plan_kernel", "_draw_wide_kernel", "_rare_filters_kernel"} < set(compiled.names)
         assert len(compilation.kinds) >= len(compiled.names)
         plain = RowSampling(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -141,14 +162,14 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
             suppress_before=9,
             logprobs=LogprobsRequest(3, tuple(range(30))),
         )
-        with compiling(2):
+        with compiling():
             del compiled.names[:]
             for sampling in (plain, rare, many):
                 history = np.array([5, 6, 7], np.int32)
                 plan = step(RowJoin(0, 0, sampling, 3, history), [5, 6, 7], 0)
                 device.launch(plan)
                 joins = (*plan.joins, RowJoin(2, 1, replace(sampling, choice=1), 3, history))
-                device.launch(replace(plan, joins=joins, forks=(Fork(0, 2),)))
+                device.launch(replace(plan, joins=joins, forks=(Fork(0, 2),), copies=np.array([[1, 2]], np.int32)))
                 if sampling.late:
                     words = {"masks": np.zeros((1, -(-device.sizes.vocabulary // 32)), np.uint32), "biases": (None,)}
                     device.launch(replace(step(None, [], 0), late=LateSamples(np.zeros(1, np.int32), 1, **words)))
@@ -166,12 +187,37 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """Once for all that are alike, and for integers that differ from step to step."""
         settings, seeds = torch.zeros((8, 3), dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
         records = torch.ones((1, RECORD_WORDS), dtype=torch.int32)
-        with compiling(2) as compilation:
+        with compiling() as compilation:
             for most in (1, 16, 33, 33):
                 join_rows(settings, seeds, torch.zeros((3, most), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
         assert len(compilation.kinds) == 3
         assert not settings.any()
-        with compiling(2):
+        with compiling():
             join_rows(settings, seeds, torch.zeros((3, 5), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
+
+    def launch_two(rows: int) -> None:
+        settings, seeds = torch.zeros((8, rows), dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+        records = torch.ones((1, RECORD_WORDS), dtype=torch.int32)
+        join_rows(settings, seeds, torch.zeros((rows, 3), dtype=torch.int32), records, records[0])
+        copy_blocks(torch.zeros((1, 2, 4, 1, 16, 16)), torch.zeros((1, 2), dtype=torch.int32))
+
+    def test_processes_compile_into_the_cache(
+        compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """So this one finds it there. Where they die, it compiles itself."""
+        monkeypatch.setattr(compile_processes, "MOST", 1)
+        caplog.set_level("DEBUG", "asyncllm")
+        with CompileProcesses() as processes:
+            processes.start()
+            with compiling(processes):
+                launch_two(3)
+            assert sorted(compiled.names) == sorted(compiled.cached) == ["_block_copy_kernel", "_row_join_kernel"]
+            assert sum("compiled _" in record.getMessage() for record in caplog.records) == 2
+            assert processes.compile(b"no job") is not None
+            monkeypatch.setattr(Connection, "send_bytes", lambda connection, data: connection.close())
+            del compiled.names[:], compiled.cached[:]
+            with compiling(processes):
+                launch_two(4)
+            assert compiled.cached == []

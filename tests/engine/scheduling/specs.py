@@ -37,6 +37,7 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "max_num_seqs": 4,
         "max_batched_tokens": 64,
         "mixed_chunk_tokens": 64,
+        "full_step_tokens": 64,
         "block_size": 4,
         "num_blocks": 32,
         "groups": (FULL,),

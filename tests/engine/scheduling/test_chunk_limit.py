@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.engine.execution.cuda_executor import first_graph_sizes, graph_sizes
-from asyncllm.engine.scheduling.chunk_limit import ChunkLimit, step_size
+from asyncllm.engine.scheduling.chunk_limit import TAKING_STEPS, ChunkLimit, step_size
 
 COUNT = st.integers(0, 20_000)
 ROWS = st.integers(1, 1024)
+FULL = 512
 
 
 @given(st.integers(1, 100_000))
@@ -19,7 +20,7 @@ def test_sizes_are_rounded_up_by_less_than_half(tokens: int) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 31, 63, 64, 65, 100, 127, 128, 200, 255, 256])
 @pytest.mark.parametrize("small", [256, 512, 1024])
 def test_steps_have_sizes_that_get_a_graph_at_the_start(rows: int, small: int) -> None:
-    room = ChunkLimit(small).tokens(4000, 1, rows)
+    room = ChunkLimit(small, FULL).tokens(4000, 1, rows)
     assert room is not None
     assert rows + room in first_graph_sizes(8192, chunks=True)
     assert rows + room in graph_sizes(8192)
@@ -27,14 +28,14 @@ def test_steps_have_sizes_that_get_a_graph_at_the_start(rows: int, small: int) -
 
 @given(COUNT, COUNT)
 def test_nobody_is_held_up_where_nobody_decodes(waiting: int, requests: int) -> None:
-    assert ChunkLimit(1).tokens(waiting, requests, 0) is None
+    assert ChunkLimit(1, FULL).tokens(waiting, requests, 0) is None
 
 
 @given(st.integers(1, 512), COUNT, ROWS, ROWS)
 def test_never_less_than_the_small_chunk_and_never_much_more_than_the_share(
     small: int, waiting: int, requests: int, decoding: int
 ) -> None:
-    most = ChunkLimit(small).tokens(waiting, requests, decoding)
+    most = ChunkLimit(small, FULL).tokens(waiting, requests, decoding)
     share = waiting * requests / (requests + decoding)
     assert most is not None
     assert most >= max(small, share)
@@ -43,7 +44,7 @@ def test_never_less_than_the_small_chunk_and_never_much_more_than_the_share(
 
 @given(st.integers(1, 64), st.integers(1, 5000), ROWS, ROWS)
 def test_what_waits_is_computed_in_pieces_of_one_size(small: int, waiting: int, requests: int, decoding: int) -> None:
-    limit, sizes, at_first = ChunkLimit(small), [], waiting
+    limit, sizes, at_first = ChunkLimit(small, FULL), [], waiting
     while waiting:
         most = limit.tokens(waiting, min(requests, waiting), decoding)
         assert most is not None
@@ -57,16 +58,45 @@ def test_what_waits_is_computed_in_pieces_of_one_size(small: int, waiting: int, 
 
 @given(st.lists(st.tuples(COUNT, ROWS, ROWS), max_size=20), ROWS)
 def test_nothing_is_left_of_a_burst_once_nothing_waits(steps: list[tuple[int, int, int]], decoding: int) -> None:
-    limit = ChunkLimit(16)
+    limit = ChunkLimit(16, FULL)
     for waiting, requests, rows in steps:
         limit.tokens(waiting, requests, rows)
     limit.tokens(0, 0, decoding)
-    assert limit.tokens(0, 0, decoding) == ChunkLimit(16).tokens(0, 0, decoding)
+    assert limit.tokens(0, 0, decoding) == ChunkLimit(16, FULL).tokens(0, 0, decoding)
 
 
 def test_more_that_comes_makes_pieces_larger_and_less_does_not_make_them_smaller() -> None:
-    limit = ChunkLimit(16)
+    limit = ChunkLimit(16, FULL)
     assert limit.tokens(1000, 10, 0) is None
     limit.took(600)
     assert limit.tokens(400, 4, 6) == step_size(6 + 1000) - 6
     assert limit.tokens(100_000, 100, 100) == step_size(100 + 50_000) - 100
+
+
+@given(st.integers(1, 4096), COUNT, COUNT, st.integers(0, 1024), st.floats(1e-3, 10))
+def test_in_a_backlog_a_step_is_full_and_no_larger_than_takes_the_free_rows(
+    full: int, waiting: int, requests: int, decoding: int, behind: float
+) -> None:
+    small = full // 4 or 1
+    most = ChunkLimit(small, full).tokens(waiting, requests, decoding, behind)
+    assert most is not None
+    assert most + decoding >= max(full, decoding + small)
+    share = waiting * requests / max(1, requests + decoding)
+    even = waiting / max(1, TAKING_STEPS * min(1, behind))
+    assert most + decoding < 1.5 * max(full, decoding + small, decoding + min(share, even) + 1)
+
+
+@given(COUNT, ROWS, ROWS)
+def test_who_is_hardly_behind_changes_nothing_but_that_steps_are_full(
+    waiting: int, requests: int, decoding: int
+) -> None:
+    none, hardly = (ChunkLimit(1, 1).tokens(waiting, requests, decoding, behind) for behind in (0.0, 1e-3))
+    assert none == hardly
+
+
+def test_a_burst_behind_a_backlog_begins_anew() -> None:
+    limit = ChunkLimit(16, 64)
+    limit.tokens(8192, 64, 0)
+    assert limit.tokens(8192, 64, 0, behind=4.0) == 8192 // TAKING_STEPS
+    limit.took(512)
+    assert limit.tokens(100, 10, 90) == step_size(90 + 16) - 90

@@ -204,7 +204,14 @@ def mixed(hand: Hand, steps: int) -> list[tuple[int, int]]:
     return seen
 
 
-SIZES = {"max_batched_tokens": 128, "mixed_chunk_tokens": 8, "max_model_len": 400, "num_blocks": 800, "run_ahead": 0}
+SIZES = {
+    "max_batched_tokens": 128,
+    "mixed_chunk_tokens": 8,
+    "full_step_tokens": 32,
+    "max_model_len": 400,
+    "num_blocks": 800,
+    "run_ahead": 0,
+}
 
 
 def test_a_prompt_that_comes_alone_is_computed_in_small_chunks() -> None:
@@ -222,6 +229,17 @@ def test_a_burst_ends_in_chunks_as_large_as_it_began() -> None:
     for request in range(16):
         hand.add(request, range(32 * request, 32 * request + 32), max_tokens=60)
     assert mixed(hand, 5) == [(0, 128), (4, 124), (7, 121), (11, 117), (15, 22)]
+
+
+def test_where_requests_wait_for_rows_these_are_taken_little_by_little() -> None:
+    """Rows that end one after another are taken one after another: prompts are computed beside decoding rows, in steps
+    of one size, instead of in waves."""
+    hand = Hand(max_num_seqs=16, **SIZES)
+    for request in range(160):
+        hand.add(request, range(32 * request, 32 * request + 16), max_tokens=8)
+    steps = mixed(hand, 90)
+    assert {decoding + chunks for decoding, chunks in steps} == {32}
+    assert all(decoding >= 8 for decoding, _ in steps[12:])
 
 
 def test_a_cached_beginning_is_not_waited_for() -> None:

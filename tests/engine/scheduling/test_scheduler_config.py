@@ -15,6 +15,7 @@ from tests.engine.scheduling.specs import FULL, make_config
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_batched_tokens": 0}, "max_batched_tokens"),
         ({"mixed_chunk_tokens": 0}, "mixed_chunk_tokens"),
+        ({"full_step_tokens": 0}, "full_step_tokens"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"block_size": 1}, "block_size"),

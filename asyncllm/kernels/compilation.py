@@ -1,0 +1,250 @@
+"""How kernels are compiled: at their first launch, or many at once, beside other work and in other processes.
+
+A kernel is compiled at its first launch, and again for arguments of another kind: other types, constants or alignment,
+and integers that are one or divisible by 16, but for those that it names to `jit_unspecialized`. Within
+`Compilation.launches` a launch is not run, but has its kernel compiled by the threads of a pool. What is not in the
+cache that Triton keeps on disk, a thread has a `Compiler` compile into it, in a process of its own: Triton holds the
+interpreter lock while it makes its own representation of a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+try:
+    import triton
+    from triton import JITFunction
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError:  # then nothing here is used
+    JITFunction = ASTSource = TensorDescriptor = object
+
+__all__ = ["Compilation", "CompiledKernel", "Compiler", "load_kernel", "run_job"]
+
+logger = logging.getLogger("asyncllm")
+
+
+class Compiler(Protocol):
+    """Compiles somewhere else."""
+
+    def compile(self, job: bytes) -> bytes | None:
+        """What `run_job` answers to this job; None where it cannot be asked. Called on many threads at once."""
+
+
+class Compilation:
+    """Kernels that are compiled at once, each of them once."""
+
+    def __init__(self, pool: Executor, compiler: Compiler, use: Callable[[Any], object] | None = None) -> None:
+        """`use` is called with each kernel that is compiled, on the thread that waited for it."""
+        self.compiler = compiler
+        self.kinds: set[tuple[Any, ...]] = set()
+        """A kernel and what its arguments were like, of each launch; several may be one to Triton."""
+        self._pool = pool
+        self._use = use
+        self._kernels: dict[tuple[Any, ...], Future[None]] = {}
+        self._launched: list[Future[None]] = []
+
+    @contextmanager
+    def launches(self) -> Iterator[list[Future[None]]]:
+        """What this thread launches of our kernels within is not run but compiled: the list is of what there is to wait
+        for. Tensors may be on the device "meta". Other work of the thread is done as ever. Not under the interpreter,
+        which compiles nothing."""
+        launched: list[Future[None]] = []
+        self._launched = launched
+        token = _compilation.set(self)
+        try:
+            yield launched
+        finally:
+            _compilation.reset(token)
+
+    def is_new(self, kind: tuple[Any, ...]) -> bool:
+        """Whether nothing of this kind was launched before."""
+        count = len(self.kinds)
+        self.kinds.add(kind)
+        return len(self.kinds) > count
+
+    def submit(self, key: tuple[Any, ...], compile_kernel: Callable[[], Any]) -> None:
+        """Have a kernel compiled."""
+        if key not in self._kernels:
+            self._kernels[key] = self._pool.submit(self._run, compile_kernel)
+        self._launched.append(self._kernels[key])
+
+    def _run(self, compile_kernel: Callable[[], Any]) -> None:
+        token = _compiler.set(self.compiler)
+        try:
+            kernel = compile_kernel()
+        finally:
+            _compiler.reset(token)
+        if self._use is not None:
+            self._use(kernel)
+
+
+_compilation: ContextVar[Compilation | None] = ContextVar("compilation", default=None)
+"""Whose the launches of this thread are."""
+_compiler: ContextVar[Compiler | None] = ContextVar("compiler", default=None)
+"""Who compiles for this thread."""
+
+# Some Pythons (3.11 among them) fail when two threads parse source at once (python/cpython#106905), as Triton does
+# for a kernel and all that it calls. It holds the interpreter lock meanwhile in any case.
+_parsing = RLock()
+
+
+class _NotCached(Exception):
+    """A kernel is not in Triton's cache."""
+
+
+class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
+    """What is compiled."""
+
+    only_cached = False
+
+    def make_ir(self, *arguments: Any, **named: Any) -> Any:
+        if self.only_cached:
+            raise _NotCached
+        with _parsing:
+            return super().make_ir(*arguments, **named)
+
+
+class CompiledKernel(JITFunction):  # type: ignore[misc]  # triton is untyped
+    """A kernel that may be compiled without being launched."""
+
+    def create_binder(self) -> Any:
+        """As Triton's, and sets what it is compiled by."""
+        binder = super().create_binder()
+        self.ASTSource = _Source
+        self.compile = _compile
+        return binder
+
+    @property
+    def cache_key(self) -> str:
+        """As Triton's."""
+        with _parsing:
+            key: str = super().cache_key
+            return key
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        compilation = _compilation.get()
+        if compilation is None:
+            return super().__getitem__(grid)  # type: ignore[no-any-return]
+        return partial(self._warm_up, compilation, grid)
+
+    def _warm_up(self, compilation: Compilation, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        if compilation.is_new((self.fn, *map(_kind, arguments), *((name, _kind(named[name])) for name in named))):
+            self.warmup(*arguments, grid=grid, **named)
+
+    def _do_compile(self, key: Any, *arguments: Any, **named: Any) -> Any:
+        compile_kernel = partial(super()._do_compile, key, *arguments, **named)
+        compilation = _compilation.get()
+        if compilation is None:
+            return compile_kernel()
+        compilation.submit((self.fn, key), compile_kernel)
+        return None  # there is nothing to launch
+
+
+def _kind(value: Any) -> Any:
+    """What a kernel is compiled for of an argument, or more than that."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    return value
+
+
+def load_kernel(kernel: Any) -> None:
+    """Put a compiled kernel on the current device, as its first launch would."""
+    _ = kernel.run
+
+
+class _Job(NamedTuple):
+    """What `triton.compile` takes, by names that another process finds."""
+
+    module: str
+    kernel: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    target: GPUTarget
+    options: dict[str, Any]
+    cache_folder: str
+
+
+class _Answer(NamedTuple):
+    """What came of a job, in seconds; `failure` says why nothing did."""
+
+    seconds: float = 0.0
+    representation: float = 0.0  # of them, to make Triton's own representation of a kernel
+    failure: str | None = None
+
+
+def _compile(source: _Source, target: GPUTarget, options: dict[str, Any], **named: Any) -> Any:
+    """In place of `triton.compile`, which any thread may call."""
+    compiler = _compiler.get()
+    if compiler is not None:
+        source.only_cached = True
+        try:
+            return triton.compile(source, target=target, options=options, **named)
+        except _NotCached:
+            source.only_cached = False
+        _compile_elsewhere(compiler, source, target, options)
+    return triton.compile(source, target=target, options=options, **named)
+
+
+def _compile_elsewhere(compiler: Compiler, source: _Source, target: GPUTarget, options: dict[str, Any]) -> None:
+    """Where that fails, nothing is in the cache."""
+    function = source.fn
+    job = _Job(
+        module=function.__module__,
+        kernel=function.__name__,
+        signature=source.signature,
+        constants=source.constants,
+        attributes=source.attrs,
+        target=target,
+        options=options,
+        cache_folder=triton.knobs.cache.dir,
+    )
+    text = compiler.compile(pickle.dumps(job))
+    if text is None:
+        return
+    answer: _Answer = pickle.loads(text)
+    if answer.failure is not None:
+        logger.warning("%s was not compiled in a process of its own: %s", source.name, answer.failure)
+    else:
+        logger.debug(
+            "compiled %s in %.2f s, %.2f s of them for its representation",
+            source.name,
+            answer.seconds,
+            answer.representation,
+        )
+
+
+def run_job(text: bytes) -> bytes:
+    """In the other process: compile into the cache."""
+    try:
+        answer = _run(pickle.loads(text))
+    except Exception as error:
+        answer = _Answer(failure=repr(error))
+    return pickle.dumps(answer)
+
+
+def _run(job: _Job) -> _Answer:
+    times: list[Any] = []
+    triton.knobs.cache.dir = job.cache_folder
+    triton.knobs.compilation.listener = lambda **told: times.append(told["times"])
+    source = _Source(getattr(import_module(job.module), job.kernel), job.signature, job.constants, job.attributes)
+    kernel = triton.compile(source, target=job.target, options=job.options)
+    # Triton 3.6 has a C compiler make a launcher of each kernel, kept in the same cache. That needs libcuda.
+    with suppress(Exception):
+        import_module("triton.backends.nvidia.driver").CudaLauncher(source, kernel.metadata)
+    return _Answer(times[0].total / 1e6, times[0].ir_initialization / 1e6)
