@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,8 @@ from types import ModuleType
 
 import torch
 
-from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.kernels import logit_tiles, sampling, wide_rows
-from asyncllm.kernels.compilation import Compilation
+from asyncllm.kernels.compilation import compiling
 from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 from benchmarks.kernels import DEVICE, seconds_of
 
@@ -183,17 +182,6 @@ def variants() -> Iterator[Variant]:
         yield Variant(sampling, sizes, "top-k 50, top-p 0.9", "peaked bfloat16")
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """What is launched within is not run but compiled, side by side."""
-    with CompileProcesses() as processes, ThreadPoolExecutor(processes.count) as pool:
-        processes.start()
-        with Compilation(pool, processes).launches() as kernels:
-            yield
-        for each in kernels:
-            each.result()
-
-
 def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
     """Print the time of each choice of sizes, and what is wrong of its tokens."""
     found = list(variants())
@@ -201,7 +189,7 @@ def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
         f"{kind} {name_of(dtype)}": make_logits(rows, vocabulary, dtype, spread)
         for (kind, spread), dtype in product(SPREADS.items(), DTYPES)
     }
-    with compiling():
+    with compiling(os.cpu_count() or 1):
         for each in found:
             with constants(each.module, **each.sizes):
                 launcher(SETTINGS[each.setting], rows, vocabulary)(shared[each.logits][0])
@@ -217,7 +205,7 @@ def sweep(rows: int, vocabulary: int, *, reading: float) -> None:
 
 def compile_all(rows: int, vocabulary: int, settings: Iterable[Setting]) -> None:
     """Side by side, before anything is timed."""
-    with compiling():
+    with compiling(os.cpu_count() or 1):
         for setting, dtype in product(settings, DTYPES):
             launcher(setting, rows, vocabulary)(torch.empty((rows, vocabulary), dtype=dtype, device=DEVICE))
 

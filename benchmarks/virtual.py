@@ -50,6 +50,7 @@ CONFIG = SchedulerConfig(  # that of `benchmarks.gpu`, but for the chunks, which
     max_batched_tokens=8192,
     mixed_chunk_tokens=256,
     full_step_tokens=1024,
+    filled_steps=True,
     block_size=BLOCK,
     num_blocks=256 * 8192 // BLOCK,
     groups=(CacheGroup(),),

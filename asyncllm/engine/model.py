@@ -148,6 +148,7 @@ def scheduler_config(facts: ModelFacts, config: EngineConfig) -> SchedulerConfig
         max_batched_tokens=facts.max_batched_tokens,
         mixed_chunk_tokens=config.mixed_chunk_tokens or facts.mixed_chunk_tokens,
         full_step_tokens=facts.full_step_tokens,
+        filled_steps=facts.filled_steps,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
         groups=facts.groups,

@@ -134,6 +134,7 @@ def scheduler_configs(draw: st.DrawFn, run_ahead: Sequence[int] = (0, 1, 2)) -> 
         max_batched_tokens=draw(st.sampled_from((4, 12, 7, 2, 16, 1))),
         mixed_chunk_tokens=draw(st.sampled_from((2, 1, 64))),
         full_step_tokens=draw(st.sampled_from((8, 1, 64))),
+        filled_steps=draw(st.booleans()),
         block_size=draw(st.sampled_from((2, 4, 3))),
         num_blocks=len(groups) * draw(st.sampled_from((8, 10, 6, 5, 14, 4, 2))),
         groups=groups,

@@ -36,6 +36,7 @@ VARIANTS = {
     "one at a time": {"max_num_seqs": 1},
     "small chunks beside decoding rows": {"mixed_chunk_tokens": 1, "run_ahead": 1},
     "small full steps": {"mixed_chunk_tokens": 1, "full_step_tokens": 1, "max_num_seqs": 2, "run_ahead": 1},
+    "filled steps": {"mixed_chunk_tokens": 1, "filled_steps": True, "run_ahead": 1},
     "small pool": {"num_blocks": 12, "run_ahead": 1, "prefix_caching": True},
     "windows": {"groups": (CacheGroup(), CacheGroup(5)), "run_ahead": 2, "num_blocks": 30, "prefix_caching": True},
 }

@@ -62,6 +62,7 @@ class ModelFacts:
     device: str  # "cpu", "cuda:0", …
     mixed_chunk_tokens: int = 256  # prompt tokens that a step computes beside decoding rows for little more time
     full_step_tokens: int = 1024  # of a step that is worth the reading of weights
+    filled_steps: bool = False  # a step is filled up to a size that has a graph, and takes as long as that
     prefix_caching: bool = (
         True  # False: what a block holds depends on its prompt's length too (rope), so none is shared
     )

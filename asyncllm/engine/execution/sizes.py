@@ -51,6 +51,7 @@ class Sizes:
             device=str(placement.device),
             mixed_chunk_tokens=mixed_chunk_tokens(placement.device, model.weight_bytes()),
             full_step_tokens=full_step_tokens(placement.device, model.weight_bytes()),
+            filled_steps=placement.device.type == "cuda",
             prefix_caching=not model.rotary.length_dependent,
         )
 

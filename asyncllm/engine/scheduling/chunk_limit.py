@@ -25,6 +25,19 @@ def step_size(tokens: int) -> int:
     return 3 * power // 4 if power >= 4 and tokens <= 3 * power // 4 else power
 
 
+def tokens_worth_a_step(tokens: int, others: int, spare: int) -> int:
+    """As many of `tokens` as a step should compute that a device fills up to its `step_size`: all, or where that would
+    be much larger, what makes the size below. Then the rest has a step of its own, with `others` more tokens, and about
+    an eighth to fill it up; that must save `spare` tokens, which are what a step more costs.
+    """
+    if tokens < 4:
+        return tokens
+    power = 1 << tokens.bit_length() - 1
+    below = 3 * power // 2 if 2 * tokens >= 3 * power else power
+    rest = (tokens - below + others) * 9 // 8
+    return below if step_size(tokens) - below - rest >= spare else tokens
+
+
 class ChunkLimit:
     """Asked and told of every step. No clock: a function of counts."""
 

@@ -21,6 +21,7 @@ class SchedulerConfig:
     num_blocks: int  # allocatable blocks, ids 1 to num_blocks
     groups: tuple[CacheGroup, ...]
     max_model_len: int  # tokens of one request, prompt and output
+    filled_steps: bool = False  # the device fills a step up to a `step_size` (`chunk_limit`), and computes that many
     run_ahead: int = 1  # steps launched before an earlier one's result is applied
     prefix_caching: bool = True
     ageing_seconds: float = 10.0  # having waited this long is worth one level of priority

@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from asyncllm.engine.plan import Chunk, Fork
-from asyncllm.engine.scheduling.chunk_limit import ChunkLimit
+from asyncllm.engine.scheduling.chunk_limit import ChunkLimit, tokens_worth_a_step
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.request import Phase, Request
 from asyncllm.engine.scheduling.roster import Roster
@@ -59,8 +59,14 @@ class StepPlanner:
             waiting += int(self._fresh * self._roster.waiting_tokens(rows.free))
             requests += min(rows.free, self._roster.num_queued)
             behind = max(0, self._roster.num_queued - rows.free)
-        most = self._limit.tokens(waiting, requests, rows.num_steady + rows.num_kept, behind / rows.num_rows)
-        return room if most is None else min(room, most)
+        decoding = rows.num_steady + rows.num_kept
+        most = self._limit.tokens(waiting, requests, decoding, behind / rows.num_rows)
+        budget = room if most is None else min(room, most)
+        if self._config.filled_steps and 0 < waiting < budget:
+            # those who get through decode beside the rest
+            tokens = tokens_worth_a_step(decoding + waiting, decoding + requests, self._config.mixed_chunk_tokens)
+            budget = max(1, tokens - decoding) if tokens < decoding + waiting else budget
+        return budget
 
     def grown(self, request: Request) -> None:
         """A request knows more tokens than before, without a step."""

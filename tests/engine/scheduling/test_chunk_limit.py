@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.engine.execution.cuda_executor import first_graph_sizes, graph_sizes
-from asyncllm.engine.scheduling.chunk_limit import TAKING_STEPS, ChunkLimit, step_size
+from asyncllm.engine.scheduling.chunk_limit import TAKING_STEPS, ChunkLimit, step_size, tokens_worth_a_step
 
 COUNT = st.integers(0, 20_000)
 ROWS = st.integers(1, 1024)
@@ -15,6 +15,25 @@ FULL = 512
 @given(st.integers(1, 100_000))
 def test_sizes_are_rounded_up_by_less_than_half(tokens: int) -> None:
     assert tokens <= step_size(tokens) < 1.5 * tokens
+
+
+@given(st.integers(1, 20_000), st.integers(0, 300), st.integers(1, 2048))
+def test_a_step_is_split_only_where_that_saves_tokens(tokens: int, others: int, spare: int) -> None:
+    found = tokens_worth_a_step(tokens, others, spare)
+    assert 1 <= found <= tokens
+    if found < tokens:
+        assert step_size(found) == found
+        assert step_size(tokens) >= found + (tokens - found + others) * 9 // 8 + spare
+        assert step_size(found + 1) == step_size(tokens)
+
+
+def test_a_step_that_would_be_filled_up_by_half_is_split() -> None:
+    assert tokens_worth_a_step(4096, 0, 256) == 4096
+    assert tokens_worth_a_step(4097, 0, 256) == 4096
+    assert tokens_worth_a_step(5000, 64, 256) == 4096
+    assert tokens_worth_a_step(5900, 64, 256) == 5900
+    assert tokens_worth_a_step(6200, 64, 256) == 6144
+    assert tokens_worth_a_step(300, 0, 256) == 300
 
 
 @pytest.mark.parametrize("rows", [1, 8, 31, 63, 64, 65, 100, 127, 128, 200, 255, 256])

@@ -242,6 +242,13 @@ def test_where_requests_wait_for_rows_these_are_taken_little_by_little() -> None
     assert all(decoding >= 8 for decoding, _ in steps[12:])
 
 
+@pytest.mark.parametrize(("filled", "chunks"), [(False, [80, 0]), (True, [64, 16])])
+def test_a_step_that_a_device_would_fill_up_is_split(filled: bool, chunks: list[int]) -> None:
+    hand = Hand(max_num_seqs=16, **SIZES, filled_steps=filled)
+    hand.add(0, range(80), max_tokens=60)
+    assert [count for _, count in mixed(hand, 2)] == chunks
+
+
 def test_a_cached_beginning_is_not_waited_for() -> None:
     hand = Hand(max_num_seqs=16, **SIZES)
     for request in range(16):
