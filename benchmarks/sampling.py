@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 from asyncllm.kernels import logit_tiles, sampling, wide_rows
-from asyncllm.kernels.language import compiling
+from asyncllm.kernels.compilation import compiling
 from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 from benchmarks.kernels import DEVICE, seconds_of
 

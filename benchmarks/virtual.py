@@ -20,8 +20,9 @@ from itertools import count
 import numpy as np
 import torch
 
-from asyncllm.engine.execution.cuda_executor import SAMPLER_TOKENS, first_graph_sizes, graph_sizes
-from asyncllm.engine.execution.sizes import full_step_tokens, mixed_chunk_tokens, padding_before_capture
+from asyncllm.engine.execution.cuda_executor import SAMPLER_TOKENS
+from asyncllm.engine.execution.graph_sizes import first_graph_sizes, graph_sizes, padding_before_capture
+from asyncllm.engine.execution.sizes import full_step_tokens, mixed_chunk_tokens
 from asyncllm.engine.plan import CacheGroup, RowSampling, StepPlan, StepResult
 from asyncllm.engine.scheduling.request import RequestSpec
 from asyncllm.engine.scheduling.scheduler import Scheduler

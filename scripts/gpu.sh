@@ -3,7 +3,8 @@
 #
 #   goals-8b goals-qwen   the workloads of both models, with the check of their tokens against a float32 model
 #   tests                 what only a GPU can test: kernels, the runner, whole engines
-#   http                  chat streams of SmolLM2 over HTTP (SMOLLM2: a folder of benchmarks.skeleton, or a GGUF file)
+#   http                  chat streams of SmolLM2 and of Qwen3-0.6B over HTTP, of the latter beside the engine alone
+#                         (SMOLLM2: a folder of benchmarks.skeleton, or a GGUF file)
 #   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
 #   profiles              where the time of a step goes, both models
 #   host                  a host that spins or sleeps beside the engine
@@ -30,15 +31,20 @@ fi
 export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
-smollm2() {
+http() {
+    status=0
     model=${SMOLLM2:-}
     if [ -z "$model" ]; then
         model=$("$PYTHON" -c 'from asyncllm.cli import find_smollm2; print(find_smollm2())')
     fi
     case $model in
-    *.gguf) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" ;;
-    *) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" -- --load-format dummy ;;
+    *.gguf) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" || status=1 ;;
+    *) "$PYTHON" -m benchmarks.http "$model" --output "$folder/http.json" -- --load-format dummy || status=1 ;;
     esac
+    "$PYTHON" -m benchmarks.skeleton "$folder/qwen3-0.6b" "$model" --config qwen3-0.6b || return 1
+    "$PYTHON" -m benchmarks.http "$folder/qwen3-0.6b" --kinds process engine --streams 1 128 256 \
+        --output "$folder/http-qwen3-0.6b.json" -- --load-format dummy --kv-cache-memory 40000000000 || status=1
+    return $status
 }
 
 # Side by side, since tests wait for kernels to be compiled more than for the GPU; those that look at memory look at their
@@ -74,7 +80,7 @@ run() {
     goals-8b) goals llama-3.1-8b ;;
     goals-qwen) goals qwen3-0.6b ;;
     tests) gpu_tests ;;
-    http) smollm2 ;;
+    http) http ;;
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
     profiles) both gpu --workload single --profile ;;
     host) both host ;;

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError:  # then nothing here is used
     JITFunction = ASTSource = TensorDescriptor = object
 
-__all__ = ["Compilation", "CompiledKernel", "Compiler", "load_kernel", "run_job"]
+__all__ = ["Compilation", "CompiledKernel", "Compiler", "compiling", "load_kernel", "run_job"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -46,8 +46,10 @@ class Compiler(Protocol):
 class Compilation:
     """Kernels that are compiled at once, each of them once."""
 
-    def __init__(self, pool: Executor, compiler: Compiler, use: Callable[[Any], object] | None = None) -> None:
-        """`use` is called with each kernel that is compiled, on the thread that waited for it."""
+    def __init__(
+        self, pool: Executor, compiler: Compiler | None = None, use: Callable[[Any], object] | None = None
+    ) -> None:
+        """Without a compiler the pool's threads compile. `use` is called on them with each kernel."""
         self.compiler = compiler
         self.kinds: set[tuple[Any, ...]] = set()
         """A kernel and what its arguments were like, of each launch; several may be one to Triton."""
@@ -89,6 +91,17 @@ class Compilation:
             _compiler.reset(token)
         if self._use is not None:
             self._use(kernel)
+
+
+@contextmanager
+def compiling(threads: int, compiler: Compiler | None = None) -> Iterator[Compilation]:
+    """What this thread launches of our kernels within is compiled and not run; all of it is there at the end."""
+    with ThreadPoolExecutor(threads, "asyncllm-compile") as pool:
+        compilation = Compilation(pool, compiler)
+        with compilation.launches() as launched:
+            yield compilation
+        for kernel in launched:
+            kernel.result()
 
 
 _compilation: ContextVar[Compilation | None] = ContextVar("compilation", default=None)

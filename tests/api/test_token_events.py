@@ -250,6 +250,18 @@ async def test_every_chunk_is_framed_whichever_way_it_is_written(shadow: MakeEng
         writer.close()
 
 
+async def test_a_client_that_knows_no_chunks_gets_none(shadow: MakeEngine) -> None:
+    async with serving("aiohttp", shadow()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"model": "", "prompt": "Hi", "max_tokens": 50, "stream": True, "ignore_eos": True}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head, data = (await reader.read()).split(b"\r\n\r\n", 1)
+        assert b"chunked" not in head.lower()
+        assert all(event.startswith(b"data: ") for event in data.split(b"\n\n")[:-1])
+        assert data.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
 async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that changes must not take away unseen what the benchmark of HTTP's cost relies on."""

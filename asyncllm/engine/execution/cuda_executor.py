@@ -16,9 +16,9 @@ from asyncllm.engine.execution.cuda_device import CudaSpace, Graph
 from asyncllm.engine.execution.cuda_embedder import DeviceText
 from asyncllm.engine.execution.device_adjustments import SamplerUse
 from asyncllm.engine.execution.device_rows import DeviceRows
+from asyncllm.engine.execution.graph_sizes import graph_sizes, padding_before_capture
 from asyncllm.engine.execution.logit_sampler import places_on
 from asyncllm.engine.execution.prompt_scores import PromptReader
-from asyncllm.engine.execution.sizes import padding_before_capture
 from asyncllm.engine.execution.step_outputs import StepOutputs, lay_out_outputs
 from asyncllm.engine.execution.step_program import ByHand, ForkRows, StepKind, StepProgram
 from asyncllm.engine.execution.step_ring import StepRing, host_words
@@ -30,9 +30,6 @@ from asyncllm.kernels.sampled_rows import LogitRows
 
 logger = logging.getLogger("asyncllm")
 
-GRAPH_TOKENS = 8192
-"""Larger steps are launched by hand: they take the device longer than the host."""
-
 SAMPLER_TOKENS = 1
 """What a graph that samples with more than a step asks for counts as: a few launches that find nothing to do."""
 
@@ -41,26 +38,6 @@ _NO_JOINS = np.zeros((0, RECORD_WORDS), np.int32)
 
 MOST_FAILURES = 5
 """Captures of one size that may fail before its steps are launched by hand for good."""
-
-
-def graph_sizes(max_tokens: int) -> list[int]:
-    """The numbers of tokens that steps are filled up to: by an eighth at most, where that costs time."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    limit = min(max_tokens, GRAPH_TOKENS)
-    while sizes[-1] < limit:
-        sizes += [sizes[-1] * eighths // 8 for eighths in range(9, 17)]
-    return [*(size for size in sizes if size < limit), limit]
-
-
-def first_graph_sizes(max_tokens: int, *, chunks: bool) -> list[int]:
-    """Those that get a graph at the start, the largest first: all where steps only decode, else so many that steps of
-    any other size need not wait for theirs."""
-    sizes = graph_sizes(max_tokens)
-    if not chunks:
-        return sizes[::-1]
-    powers = [1 << i for i in range(4, GRAPH_TOKENS.bit_length())]
-    halves = [3 * power for power in powers if power >= 128]
-    return sorted({sizes[-1], *({*powers, *halves} & {*sizes})}, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)

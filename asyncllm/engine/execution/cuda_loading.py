@@ -36,6 +36,9 @@ _BLOCK_SIZE = 64
 _BATCHED_TOKENS = 8192
 EDITS = 4096
 """Edits of block tables that a step describes in its own words; the few steps with more take longer to launch."""
+_ALIGNED_ROWS = 4
+"""There is room for a multiple of so many rows: fields of rows begin where kernels expect them to, and so one number of
+rows needs hardly a kernel that another does not."""
 _LEAST_FP8_CAPABILITY = (8, 9)
 _SPLIT_ATTENTION = 1 << 27
 """Bytes that hold what long sequences' attention leaves between its parts, and more."""
@@ -117,9 +120,10 @@ def _build(order: _Order, model_config: ModelConfig, space: CudaSpace) -> Loaded
         placement = Placement(dtype, device, kernels=True, deterministic=config.deterministic)
         model = make_model(model_config, sizes.layout.layers, length, placement)
         cache = allocate_device_cache(sizes.layout, sizes.num_blocks, cache_dtype, device)
-        ring = StepRing(StepWords(config.max_num_seqs, EDITS, sizes.max_batched_tokens), STEPS, device)
+        rows_room = -(-config.max_num_seqs // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        ring = StepRing(StepWords(rows_room, EDITS, sizes.max_batched_tokens), STEPS, device)
         row_sizes = RowSizes(
-            rows=config.max_num_seqs,
+            rows=rows_room,
             groups=len(sizes.layout.groups),
             row_blocks=-(-length // sizes.layout.block_size),
             vocabulary=model_config.vocab_size,

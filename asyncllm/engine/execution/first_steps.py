@@ -16,10 +16,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from asyncllm.engine.execution.cuda_executor import CudaExecutor, first_graph_sizes
+from asyncllm.engine.execution.cuda_executor import CudaExecutor
 from asyncllm.engine.execution.cuda_runner import STEPS
 from asyncllm.engine.execution.device_rows import RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
+from asyncllm.engine.execution.graph_sizes import first_graph_sizes
 from asyncllm.engine.execution.head_start import HeadStart, name_kernels
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits

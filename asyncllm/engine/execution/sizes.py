@@ -24,9 +24,6 @@ _LEAST_GPU_CHUNK, _MOST_GPU_CHUNK = 256, 1024
 _GPU_CHUNK_BYTES = 1 << 42
 """Bytes of weights times tokens: 256 of a model of 8 billion parameters in bfloat16."""
 _MOST_FULL_STEP = 2048
-_CAPTURE_BYTES = 1 << 46
-"""Likewise: they cost about as much as a capture. One keeps the engine's thread for 60 to 100 ms on an H200, where a
-token of a model of 8 billion parameters takes 20 µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +71,6 @@ def full_step_tokens(device: torch.device, weight_bytes: int) -> int:
     if device.type == "cpu":
         return 4 * _CPU_CHUNK
     return min(max(4 * _affordable(weight_bytes), 4 * _LEAST_GPU_CHUNK), _MOST_FULL_STEP)
-
-
-def padding_before_capture(weight_bytes: int) -> int:
-    """Tokens by which larger graphs fill up the steps of one size, in all, before it is worth a graph of its own."""
-    return max(1, _CAPTURE_BYTES // max(1, weight_bytes))
 
 
 def _affordable(weight_bytes: int) -> int:

@@ -41,7 +41,7 @@ async def facts_of(path: Path, **overrides: Any) -> ModelFacts:
 async def test_facts(folder: Path) -> None:
     facts = await facts_of(folder, dtype="float32")
     assert (facts.vocab_size, facts.max_model_len, facts.block_size) == (512, 2048, 16)
-    assert (facts.max_num_seqs, facts.max_batched_tokens, facts.num_blocks) == (4, 512, 4 * 128)
+    assert (facts.max_num_seqs, facts.max_batched_tokens, facts.num_blocks) == (4, 1024, 4 * 128)
     assert facts.groups == (CacheGroup(None),)
     assert (facts.dtype, facts.device, facts.prefix_caching) == ("float32", "cpu", True)
     parameters = 2 * 512 * 64 + 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64

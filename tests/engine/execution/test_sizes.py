@@ -11,7 +11,6 @@ from asyncllm.engine.execution.sizes import (
     choose_sizes,
     full_step_tokens,
     mixed_chunk_tokens,
-    padding_before_capture,
 )
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import ConfigError, InsufficientMemoryError
@@ -115,9 +114,3 @@ def test_tokens_beside_decoding_rows(device: str, weights: float, expected: int)
 )
 def test_tokens_of_a_full_step(device: str, weights: float, expected: int) -> None:
     assert full_step_tokens(torch.device(device), int(weights)) == expected
-
-
-def test_a_graph_is_worth_more_steps_of_a_smaller_model() -> None:
-    assert padding_before_capture(16_060_000_000) == 4381
-    assert padding_before_capture(1_190_000_000) == 59133
-    assert padding_before_capture(1 << 60) == 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +25,7 @@ from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels import language
 from asyncllm.kernels.block_copy import copy_blocks
-from asyncllm.kernels.compilation import Compilation
+from asyncllm.kernels.compilation import compiling
 from asyncllm.kernels.language import TRITON_AVAILABLE
 from asyncllm.kernels.row_join import RECORD_WORDS, join_rows
 from asyncllm.kernels.step_layout import StepWords
@@ -56,17 +53,6 @@ class Hopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-@contextmanager
-def compiling(processes: CompileProcesses | None = None) -> Iterator[Compilation]:
-    """What is launched within is compiled: by these processes, or by two threads of this one."""
-    with ThreadPoolExecutor(2) as pool:
-        compilation = Compilation(pool, processes or CompileProcesses())
-        with compilation.launches() as launched:
-            yield compilation
-        for kernel in launched:
-            kernel.result()
 
 
 @dataclass
@@ -145,7 +131,7 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """All compile for a Hopper. Then no request that a first step was not like has another one compiled."""
         folder = write_tiny_model(tmp_path, config={**SMALL, **MODELS[model]})
         device = Device(folder, torch.bfloat16, deterministic=deterministic)
-        with compiling() as compilation:
+        with compiling(2) as compilation:
             for plan in first_plans(ROWS, TOKENS, LENGTH):
                 device.launch(plan)
             launch_rare_kernels(device.executor, device.sizes, processed_logprobs=deterministic)
@@ -162,7 +148,7 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
             suppress_before=9,
             logprobs=LogprobsRequest(3, tuple(range(30))),
         )
-        with compiling():
+        with compiling(2):
             del compiled.names[:]
             for sampling in (plain, rare, many):
                 history = np.array([5, 6, 7], np.int32)
@@ -187,13 +173,13 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """Once for all that are alike, and for integers that differ from step to step."""
         settings, seeds = torch.zeros((8, 3), dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
         records = torch.ones((1, RECORD_WORDS), dtype=torch.int32)
-        with compiling() as compilation:
+        with compiling(2) as compilation:
             for most in (1, 16, 33, 33):
                 join_rows(settings, seeds, torch.zeros((3, most), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
         assert len(compilation.kinds) == 3
         assert not settings.any()
-        with compiling():
+        with compiling(2):
             join_rows(settings, seeds, torch.zeros((3, 5), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
 
@@ -211,13 +197,13 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         caplog.set_level("DEBUG", "asyncllm")
         with CompileProcesses() as processes:
             processes.start()
-            with compiling(processes):
+            with compiling(1, processes):
                 launch_two(3)
             assert sorted(compiled.names) == sorted(compiled.cached) == ["_block_copy_kernel", "_row_join_kernel"]
             assert sum("compiled _" in record.getMessage() for record in caplog.records) == 2
             assert processes.compile(b"no job") is not None
             monkeypatch.setattr(Connection, "send_bytes", lambda connection, data: connection.close())
             del compiled.names[:], compiled.cached[:]
-            with compiling(processes):
+            with compiling(1, processes):
                 launch_two(4)
             assert compiled.cached == []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncllm.engine.execution.cuda_executor import first_graph_sizes, graph_sizes
+from asyncllm.engine.execution.graph_sizes import first_graph_sizes, graph_sizes
 from asyncllm.engine.scheduling.chunk_limit import TAKING_STEPS, ChunkLimit, step_size, tokens_worth_a_step
 
 COUNT = st.integers(0, 20_000)
