@@ -23,6 +23,7 @@ _CPU_CHUNK = 64
 _LEAST_GPU_CHUNK, _MOST_GPU_CHUNK = 256, 1024
 _GPU_CHUNK_BYTES = 1 << 42
 """Bytes of weights times tokens: 256 of a model of 8 billion parameters in bfloat16."""
+_MOST_FULL_STEP = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ def mixed_chunk_tokens(device: torch.device, weight_bytes: int) -> int:
 
 
 def full_step_tokens(device: torch.device, weight_bytes: int) -> int:
-    """From how many tokens on a step is worth the reading of weights, and its fixed costs: on a GPU some 20 ms of an
-    H200, in which a few per cent go to both."""
+    """From how many tokens on a step is worth the reading of weights, and its fixed costs: on an H200 a few per cent of
+    its time go to both."""
     if device.type == "cpu":
         return 4 * _CPU_CHUNK
-    return max(4 * _LEAST_GPU_CHUNK, 4 * _affordable(weight_bytes))
+    return min(max(4 * _affordable(weight_bytes), 4 * _LEAST_GPU_CHUNK), _MOST_FULL_STEP)
 
 
 def _affordable(weight_bytes: int) -> int:

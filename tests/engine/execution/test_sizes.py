@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.execution.sizes import Sizes, choose_sizes, full_step_tokens, mixed_chunk_tokens
+from asyncllm.engine.execution.sizes import (
+    Sizes,
+    choose_sizes,
+    full_step_tokens,
+    mixed_chunk_tokens,
+)
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.models.registry import read_model_config
@@ -105,7 +110,7 @@ def test_tokens_beside_decoding_rows(device: str, weights: float, expected: int)
 
 @pytest.mark.parametrize(
     ("device", "weights", "expected"),
-    [("cuda", 1.2e9, 8192), ("cuda", 16.1e9, 1024), ("cuda", 140e9, 1024), ("cpu", 1e8, 256)],
+    [("cuda", 1.2e9, 2048), ("cuda", 16.1e9, 1024), ("cuda", 140e9, 1024), ("cpu", 1e8, 256)],
 )
 def test_tokens_of_a_full_step(device: str, weights: float, expected: int) -> None:
     assert full_step_tokens(torch.device(device), int(weights)) == expected
