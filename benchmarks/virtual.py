@@ -89,7 +89,7 @@ class Host:
     plan: float = 150e-6  # from the end of a step until the next one is launched
     deliver: float = 150e-6
     wake: float = 40e-6  # until the engine's thread knows of the end of a step
-    submit: float = 200e-6  # until a request is prepared, one after another; meanwhile nothing else gets on
+    submit: float = 120e-6  # until a request is prepared, one after another; meanwhile nothing else gets on
     queue: float = 400e-6  # from then until the scheduler has it
     capture: float = 60e-3  # of a graph
 

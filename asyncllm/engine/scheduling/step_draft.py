@@ -59,6 +59,7 @@ class StepDraft:
     step: int
     now: float
     budget: int  # positions that chunks may still take
+    computed: int = 0  # positions that they take
     joins: list[RowJoin] = field(default_factory=list)
     edit_groups: list[int] = field(default_factory=list)  # one for each new entry of a block table, and so the others
     edit_rows: list[int] = field(default_factory=list)

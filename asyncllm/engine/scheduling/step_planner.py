@@ -38,11 +38,10 @@ class StepPlanner:
     def draft(self, step: int, now: float) -> StepDraft:
         """What the step will do beside the next position of each steady row."""
         self._turn_rows()
-        budget = self._budget()
-        draft = StepDraft(step, now, budget)
+        draft = StepDraft(step, now, self._budget())
         if self._plan_running(draft):
             self._plan_waiting(draft)
-        self._limit.took(budget - draft.budget)
+        self._limit.took(draft.computed)
         self._finals = draft.finals
         return draft
 
@@ -61,12 +60,17 @@ class StepPlanner:
             behind = max(0, self._roster.num_queued - rows.free)
         decoding = rows.num_steady + rows.num_kept
         most = self._limit.tokens(waiting, requests, decoding, behind / rows.num_rows)
-        budget = room if most is None else min(room, most)
-        if self._config.filled_steps and 0 < waiting < budget:
-            # those who get through decode beside the rest
-            tokens = tokens_worth_a_step(decoding + waiting, decoding + requests, self._config.mixed_chunk_tokens)
-            budget = max(1, tokens - decoding) if tokens < decoding + waiting else budget
-        return budget
+        return self._worth_a_step(room if most is None else min(room, most), waiting, requests)
+
+    def _worth_a_step(self, budget: int, waiting: int, requests: int, computed: int = 0) -> int:
+        """The budget, or less where the device would fill up a step that computes all that is `waiting` of so many
+        requests beside what it computes already; see `tokens_worth_a_step`."""
+        if not self._config.filled_steps or not 0 < waiting < budget:
+            return budget
+        decoding = self._rows.num_steady + self._rows.num_kept
+        planned, small = decoding + computed, self._config.mixed_chunk_tokens
+        size = tokens_worth_a_step(planned + waiting, decoding + requests, small)  # who gets through decodes then
+        return size - planned if planned < size < planned + waiting else budget
 
     def grown(self, request: Request) -> None:
         """A request knows more tokens than before, without a step."""
@@ -157,6 +161,7 @@ class StepPlanner:
         draft.chunks.append(Chunk(request.row, start, request.tokens(start, end), samples, keeps))
         draft.chunk_requests.append(request)
         draft.budget -= end - start
+        draft.computed += end - start
         draft.entered.update(self._cache.remember(request, end))
         self._rows.advance_to(request, end, draft.step)
         if caught_up:
@@ -203,7 +208,10 @@ class StepPlanner:
         """Admit requests in their order as long as rows, blocks and budget last."""
         owed = sum(map(self._cache.owed, self._rows.lagging())) if self._roster.first_waiting else 0
         while self._rows.free and draft.budget:
-            request = self._roster.first_waiting
+            request, queued = self._roster.first_waiting, min(self._rows.free, self._roster.num_queued)
+            waiting = int(self._fresh * self._roster.waiting_tokens(queued))
+            # by now more may be known of what caches have
+            draft.budget = self._worth_a_step(draft.budget, waiting, queued + len(draft.chunks), draft.computed)
             if request is None or not self._admit(request, owed, draft):
                 break
             if self._rows.position(request) < request.known:
@@ -221,7 +229,7 @@ class StepPlanner:
             self._blocked = (request, demand)
             return False
         row = self._roster.admit(request, hit.positions)
-        self._fresh += (1 - hit.positions / request.known - self._fresh) / 8
+        self._fresh += (1 - hit.positions / request.known - self._fresh) / 4
         draft.joins.append(request.join(row))
         self._cache.open(request, hit, draft)
         if request.first_scheduled is None:

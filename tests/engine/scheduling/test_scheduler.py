@@ -249,6 +249,15 @@ def test_a_step_that_a_device_would_fill_up_is_split(filled: bool, chunks: list[
     assert [count for _, count in mixed(hand, 2)] == chunks
 
 
+def test_a_step_is_split_by_what_caches_turn_out_to_have() -> None:
+    """Prompts of 768 tokens in all would fill the step, but share so many that 288 are left: 96 less than its size."""
+    hand = Hand(max_num_seqs=16, **{**SIZES, "max_batched_tokens": 512}, filled_steps=True)
+    for request in range(16):
+        first = 100 * (request + 1)
+        hand.add(request, [*range(32), *range(first, first + 16)], max_tokens=60)
+    assert mixed(hand, 2) == [(0, 256), (14, 32)]
+
+
 def test_a_cached_beginning_is_not_waited_for() -> None:
     hand = Hand(max_num_seqs=16, **SIZES)
     for request in range(16):
