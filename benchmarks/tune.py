@@ -12,7 +12,6 @@ have become. Tilings are checked first. Beside the table, all times go to `bench
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -28,7 +27,7 @@ from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache
 from asyncllm.kernels import skinny_linear as skinny
 from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, Sequences, make_attention_plan, plan_attention
-from asyncllm.kernels.language import ceil_div, next_power_of_2
+from asyncllm.kernels.language import next_power_of_2
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
     SPLIT_TILES,
@@ -56,7 +55,6 @@ from benchmarks.model_folders import model_folder, model_names
 ROOT = Path(__file__).parent
 ROWS = (1, 16, 32, 64, 128, 256)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
-MULTIPROCESSORS = 132  # of an H200
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
 FINALISTS = 6  # tilings of a product that are tried again
@@ -105,22 +103,19 @@ def products_of(config: ModelConfig) -> list[Product]:
 
 
 def vector_tilings(product: Product) -> Iterator[VectorTiling]:
-    """For one row: a thread takes 32 to 128 numbers of W at a time; some or all shared memory is W on its way."""
+    """For one row: a thread has 16 to 128 numbers of W in registers, and as many programs run as these allow."""
     size = next_power_of_2(product.inputs)
-    halves = 2 if product.gated else 1
-    for warps, lines in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
-        threads = 32 * warps
-        of_weight, of_x = lines * size * halves // threads, size // threads
-        if not 32 <= of_weight <= 128 or not 8 <= of_x <= (128 if size > 8192 else 64):
-            continue
-        most = min(2048 // threads, 65_536 // (threads * (of_x + of_weight // 6 + 24)))
-        for programs in (1, 2, 3, 4, 6, 8, 12, 16):
-            if programs > most or threads * programs < 128:
+    for warps in (1, 2, 4, 8, 16):
+        for lines in (1, 2, 4, 8, 16):
+            threads = 32 * warps
+            of_weight, of_x = lines * size * (2 if product.gated else 1) // threads, size // threads
+            registers = of_weight + of_x + 32  # two sets of W, two numbers each
+            if not 16 <= of_weight <= 128 or not 8 <= of_x <= 64 or registers > 200:
                 continue
-            turns = ceil_div(product.outputs, MULTIPROCESSORS * programs * lines)
-            turn = programs * lines * size * halves * 2  # bytes
-            stages = {1 + min(shared // turn, turns, 24) for shared in (48_000, 104_000, 205_000)}
-            yield from (VectorTiling(lines, warps, programs, each) for each in sorted(stages) if each > min(2, turns))
+            most = min(2048 // threads, 65_536 // (threads * registers))
+            for programs in sorted({max(1, most // 2), max(1, most * 3 // 4), most}):
+                if programs and product.inputs * lines * programs >= 4096:
+                    yield VectorTiling(lines, warps, programs)
 
 
 def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:

@@ -28,11 +28,7 @@ else:
     constexpr = tl.constexpr
 """Makes a number of a module known to its kernels."""
 
-COMPILED = constexpr(TRITON_AVAILABLE and not triton.knobs.runtime.interpret)
-"""Kernels are not interpreted, and so may hold instructions of the GPU's own."""
-
 __all__ = [
-    "COMPILED",
     "TRITON_AVAILABLE",
     "Kernel",
     "TensorDescriptor",
@@ -97,20 +93,14 @@ def jit_unspecialized(*names: str) -> Callable[[Callable[..., Any]], Kernel]:
 def await_previous(OVERLAP: tl.constexpr) -> None:
     """Wait until the kernel launched before this one is complete, and what it wrote is there."""
     if OVERLAP:
-        _griddepcontrol("griddepcontrol.wait; // $0")
+        tl.extra.cuda.gdc_wait()
 
 
 @jit
 def launch_next(OVERLAP: tl.constexpr) -> None:
     """Let the next kernel begin, when every program has come here. Only after `await_previous`."""
     if OVERLAP:
-        _griddepcontrol("griddepcontrol.launch_dependents; // $0")
-
-
-@jit
-def _griddepcontrol(INSTRUCTION: tl.constexpr) -> None:
-    # by hand: newer Tritons do not pipeline the loads of a loop with their own `gdc_wait` in it
-    tl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:

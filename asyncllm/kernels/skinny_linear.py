@@ -1,12 +1,11 @@
 """y = x Wᵀ + b for few rows of x, where reading W once at the speed of memory is all that counts.
 
 What stands beside such a product in a model is done in it: RMSNorm of x on the way in, a gated activation or the sum
-with a residual on the way out. One row is a matrix-vector product, by as many programs as run at once: each keeps x in
-registers and goes through its lines of W, which come through shared memory, many of them on their way. More rows go
-through the matrix units, with W on the side that has many lines. A small W is cut along its columns as well, so that
-every multiprocessor has a part; the parts are added in a fixed order by the program that comes last, or left to the
-kernel that comes next (`linear_parts`). Which tiling is fastest depends on the sizes: it is a parameter,
-`default_tiling` a good start.
+with a residual on the way out. One row is a matrix-vector product in registers, by as many programs as run at once:
+each keeps x and goes through its lines of W, with the next ones on their way. More rows go through the matrix units,
+with W on the side that has many lines. A small W is cut along its columns as well, so that every multiprocessor has a
+part; the parts are added in a fixed order by the program that comes last, or left to the kernel that comes next
+(`linear_parts`). Which tiling is fastest depends on the sizes: it is a parameter, `default_tiling` a good start.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 from asyncllm.kernels.activation import Activation, gate_up_product
 from asyncllm.kernels.language import (
-    COMPILED,
     TensorDescriptor,
     await_previous,
     ceil_div,
@@ -32,24 +30,17 @@ from asyncllm.kernels.language import (
 
 MOST_ROWS = 256
 
-VECTOR_BYTES = 98_304
-"""Of W in a multiprocessor's shared memory, for one row: keeps memory busy, and leaves half to the next kernel."""
-
 SPLIT_TILES = 1024
 """Tiles that a product may have whose columns are cut: a counter each."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorTiling:
-    """One row: a multiprocessor runs `programs`, each of which takes `lines` of W at a time.
-
-    Each has lines for `stages` - 1 turns in shared memory or on their way there; with one stage, none.
-    """
+    """One row: a multiprocessor runs `programs`, each of which takes `lines` of W at a time."""
 
     lines: int
     warps: int
     programs: int
-    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +68,12 @@ class RowNorm:
     epsilon: float
 
 
-def default_vector_tiling(inputs: int, *, gated: bool = False, wide: bool = False) -> VectorTiling:
-    """What suits an H200, for lines of W of so many columns; `gated`: they come in pairs; `wide`: of 32 bits each."""
+def default_vector_tiling(inputs: int, *, gated: bool = False) -> VectorTiling:
+    """What suits an H200, for lines of W of so many columns; `gated`: they come in pairs."""
     size = next_power_of_2(inputs)
-    warps = min(max(size // 1024, 1), 16)  # a thread has 32 numbers of x
-    programs = max(1, 8 // warps)
-    line = programs * size * (2 if gated else 1) * (4 if wide else 2)
-    lines = max(1, VECTOR_BYTES // 3 // line)
-    return VectorTiling(lines, warps, programs, stages=VECTOR_BYTES // (lines * line) + 1)
+    warps = min(max(size // 512, 1), 16)
+    lines = max(1, 32 * 64 * warps // size // (2 if gated else 1))  # 64 numbers a thread, in registers
+    return VectorTiling(lines, warps, programs=max(1, 16 // warps))
 
 
 def default_tiling(rows: int, outputs: int, inputs: int, *, wide: bool = False) -> Tiling:
@@ -108,9 +97,10 @@ def _vector_kernel(
     epsilon: tl.float32,
     outputs: tl.int32,
     INPUTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
     LINES: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
@@ -118,50 +108,62 @@ def _vector_kernel(
     GELU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    element = output.dtype.element_ty
+    if PAIRS:
+        # Numbers of 16 bits are loaded in pairs and taken apart when they are used. Loaded one by one, the compiler
+        # would take them apart, and so wait for them, before it asks for the next.
+        x = x.to(tl.pointer_type(tl.int32))
+        weight = weight.to(tl.pointer_type(tl.int32))
+        norm = norm.to(tl.pointer_type(tl.int32))
     columns = tl.arange(0, SIZE)
-    inside = columns < INPUTS
-    first = tl.program_id(0) * LINES
+    inside = columns < WORDS
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    # The first lines are asked for while the kernel before still runs, so that memory never rests.
+    of_weight = _load_lines(weight, lines, outputs, inside, columns, WORDS)
+    of_below = of_weight
+    if GATED:
+        of_below = _load_lines(weight + outputs.to(tl.int64) * WORDS, lines, outputs, inside, columns, WORDS)
+    if NORM:
+        of_norm = tl.load(norm + columns, mask=inside, other=0)
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
+
+    of_x = tl.load(x + columns, mask=inside, other=0)
+    x_low, x_high = _low(of_x, element, PAIRS), _high(of_x, element, PAIRS)
+    if NORM:
+        squares = tl.sum(x_low * x_low + x_high * x_high, axis=0)
+        scale = 1.0 / tl.sqrt_rn(squares / INPUTS + epsilon)
+        x_low *= scale * _low(of_norm, element, PAIRS)
+        x_high *= scale * _high(of_norm, element, PAIRS)
     step = tl.num_programs(0) * LINES
-    values = tl.zeros([SIZE], tl.float32)
-    before = tl.zeros([LINES], tl.float32)
-    # Lines of W come through shared memory, those of the next turns on their way at any time: memory is kept busy
-    # however long a turn takes, and while the kernel before still runs, for all is asked for ahead of the first turn.
-    for start in tl.range(first, outputs, step, num_stages=STAGES):
-        lines = start + tl.arange(0, LINES)
-        of_weight = _load_lines(weight, lines, outputs, inside, columns, INPUTS)
+    for _ in range(tl.program_id(0) * LINES, outputs, step):
+        # the next lines are asked for before these are used
+        next_weight = _load_lines(weight, lines + step, outputs, inside, columns, WORDS)
+        next_below = next_weight
         if GATED:
-            of_below = _load_lines(weight + outputs.to(tl.int64) * INPUTS, lines, outputs, inside, columns, INPUTS)
-        if start == first:
-            if NORM:
-                of_norm = _widen(tl.load(norm + columns, mask=inside, other=0.0))
-            await_previous(OVERLAP)
-            launch_next(OVERLAP)
-            values = _widen(tl.load(x + columns, mask=inside, other=0.0))
-            if ADD:
-                before = tl.load(output + lines, mask=lines < outputs, other=0.0).to(tl.float32)
-            if NORM:
-                values *= of_norm / tl.sqrt_rn(tl.sum(values * values, axis=0) / INPUTS + epsilon)
-        total = _widen(of_weight) * values[None, :]
+            next_below = _load_lines(
+                weight + outputs.to(tl.int64) * WORDS, lines + step, outputs, inside, columns, WORDS
+            )
+        written = lines < outputs
+        if ADD:
+            before = tl.load(output + lines, mask=written, other=0.0).to(tl.float32)
+        total = _low(of_weight, element, PAIRS) * x_low[None, :] + _high(of_weight, element, PAIRS) * x_high[None, :]
         if GATED:
-            below = _widen(of_below) * values[None, :]
+            below = _low(of_below, element, PAIRS) * x_low[None, :] + _high(of_below, element, PAIRS) * x_high[None, :]
             # side by side, so that the program's warps exchange both at once
             result, result_below = tl.split(tl.sum(tl.join(total, below), axis=1))
         else:
             result = tl.sum(total, axis=1)
         if BIAS:
-            result += tl.load(bias + lines, mask=lines < outputs, other=0.0).to(tl.float32)
+            result += tl.load(bias + lines, mask=written, other=0.0).to(tl.float32)
             if GATED:
-                result_below += tl.load(bias + outputs + lines, mask=lines < outputs, other=0.0).to(tl.float32)
+                result_below += tl.load(bias + outputs + lines, mask=written, other=0.0).to(tl.float32)
         if GATED:
             result = gate_up_product(result, result_below, GELU)
         if ADD:
             result += before
-        tl.store(output + lines, result.to(output.dtype.element_ty), mask=lines < outputs)
-        if ADD:  # noqa: SIM102  # this is known to the compiler, the other not
-            # Asked for a turn ahead. Only under a condition: else these loads would move ahead of the first turn with
-            # those of W, and so ahead of the wait.
-            if start + step < outputs:
-                before = tl.load(output + step + lines, mask=step + lines < outputs, other=0.0).to(tl.float32)
+        tl.store(output + lines, result.to(element), mask=written)
+        of_weight, of_below, lines = next_weight, next_below, lines + step
 
 
 @jit
@@ -171,25 +173,26 @@ def _load_lines(
     outputs: tl.tensor,
     inside: tl.tensor,
     columns: tl.tensor,
-    INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> tl.tensor:
-    source = weight + lines.to(tl.int64)[:, None] * INPUTS + columns[None, :]
-    return tl.load(source, mask=(lines < outputs)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    source = weight + lines.to(tl.int64)[:, None] * WORDS + columns[None, :]
+    return tl.load(source, mask=(lines < outputs)[:, None] & inside[None, :], other=0, eviction_policy="evict_first")
 
 
 @jit
-def _widen(numbers: tl.tensor) -> tl.tensor:
-    """To float32. A bfloat16 is the upper half of one: an instruction each, where the compiler takes three for two."""
-    if COMPILED and numbers.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=f,=f,r",
-            [numbers],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    return numbers.to(tl.float32)
+def _low(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """The first numbers of the pairs, or all numbers."""
+    if PAIRS:
+        return words.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+    return words.to(tl.float32)
+
+
+@jit
+def _high(words: tl.tensor, ELEMENT: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """The second numbers of the pairs, or zeros."""
+    if PAIRS:
+        return (words >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+    return tl.zeros_like(words).to(tl.float32)
 
 
 @jit_unspecialized("rows", "splits")
@@ -383,7 +386,9 @@ def _multiply_vector(
 ) -> None:
     inputs, outputs = x.shape[1], output.shape[1]
     if not isinstance(tiling, VectorTiling):
-        tiling = default_vector_tiling(inputs, gated=activation is not None, wide=x.element_size() > 2)
+        tiling = default_vector_tiling(inputs, gated=activation is not None)
+    operands = (x, weight) if norm is None else (x, weight, norm.weight)
+    pairs = inputs % 2 == 0 and all(each.element_size() == 2 and each.data_ptr() % 4 == 0 for each in operands)
     programs = min(ceil_div(outputs, tiling.lines), tiling.programs * _multiprocessors(x.device))
     _vector_kernel[(programs,)](
         output,
@@ -394,16 +399,17 @@ def _multiply_vector(
         0.0 if norm is None else norm.epsilon,
         outputs,
         INPUTS=inputs,
-        SIZE=next_power_of_2(inputs),
+        WORDS=inputs // 2 if pairs else inputs,
         LINES=tiling.lines,
-        STAGES=tiling.stages,
+        SIZE=next_power_of_2(inputs // 2 if pairs else inputs),
+        PAIRS=pairs,
         BIAS=bias is not None,
         NORM=norm is not None,
         ADD=add,
         GATED=activation is not None,
         GELU=activation is Activation.GELU_TANH,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=1,
         **overlap_options(x.device),
     )
 

@@ -206,7 +206,7 @@ async def test_closing_gives_everything_back(folder: Path, expected: list[Any]) 
 async def test_steps_beyond_the_graphs_are_launched_by_hand(
     folder: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_executor, "GRAPH_TOKENS", 4)
+    monkeypatch.setattr(graph_sizes, "GRAPH_TOKENS", 4)
     async with AsyncEngine(folder, max_batched_tokens=200, **SIZES) as engine:
         assert await ask(engine) == expected
 

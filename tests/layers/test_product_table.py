@@ -11,7 +11,7 @@ from asyncllm.layers import product_table
 from asyncllm.layers.product_table import Product, ProductTable, device_table, read_table, table_path, write_table
 
 PRODUCT = Product(512, 256, gated=True)
-FEW, MANY, ONE = Tiling(64, 128, 4, 3), Tiling(128, 64, 8, 4, 2), VectorTiling(4, 8, 2, 3)
+FEW, MANY, ONE = Tiling(64, 128, 4, 3), Tiling(128, 64, 8, 4, 2), VectorTiling(4, 8, 2)
 
 
 @pytest.fixture
