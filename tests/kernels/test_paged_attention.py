@@ -94,6 +94,7 @@ def test_one_plan_serves_any_mix(device: torch.device) -> None:
         torch.testing.assert_close(actual[: step.tokens], expected[: step.tokens], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_plan_stays_in_its_memory(device: torch.device) -> None:
     """The worst steps that fit: units, and parts of split tiles, for which memory was set aside."""
     shape = attention_plan.AttentionShape(8, 2, 16, 16, None)

@@ -281,7 +281,7 @@ if INTERPRETED:
         await twins.run(decode=[7, 0])
 
     @pytest.mark.blocks_loop
-    @pytest.mark.parametrize("length", [25, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 31, 60))])
+    @pytest.mark.parametrize("length", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (25, 31, 60))])
     async def test_a_text_between_steps(length: int, twins: Twins) -> None:
         """Its features are the CPU runner's, and requests that run meanwhile do not notice."""
         joins = [RowJoin(3, 0, GREEDY, 9), RowJoin(1, 1, seeded(3), 5)]
@@ -416,6 +416,7 @@ if INTERPRETED:
         await twins.run(decode=[0, 1])
 
     @pytest.mark.blocks_loop
+    @pytest.mark.full
     async def test_common_prefixes_are_attended_once(twins: Twins) -> None:
         prompt = np.random.default_rng(3).integers(3, 512, 38).tolist()
         await twins.run(joins=[RowJoin(0, 0, GREEDY, 38)], pieces=[Piece(0, 0, prompt[:20], False)])

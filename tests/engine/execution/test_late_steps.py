@@ -42,6 +42,10 @@ if TRITON_AVAILABLE and not INTERPRETED:
     def test_late_steps_under_the_interpreter() -> None:
         run_file_interpreted("not full", __file__)
 
+    @pytest.mark.full
+    def test_more_late_steps_under_the_interpreter() -> None:
+        run_file_interpreted("full", __file__)
+
 
 def prompt(seed: int, length: int) -> list[int]:
     return [int(token_id) for token_id in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
@@ -186,6 +190,7 @@ if INTERPRETED:
         for decode in ([0, 2, 1, 7], [1, 0, 2], [5, 1, 0, 2]):
             await twins.step(decode=decode)
 
+    @pytest.mark.full
     async def test_further_choices_that_are_late(twins: LateTwins) -> None:
         first = prompt(8, 16)
         await twins.step(joins=[RowJoin(5, 0, GREEDY, 16)], pieces=[Piece(5, 0, first)])
