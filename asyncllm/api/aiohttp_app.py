@@ -143,7 +143,7 @@ async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
         return whole
     response = web.StreamResponse(status=reply.status, headers={**reply.headers, "content-type": reply.content_type})
     if request.version < HttpVersion11:
-        response.force_close()  # without chunks, nothing else tells the end; aiohttp keeps it open for who asks for that
+        response.force_close()  # nothing but that tells the end then; aiohttp keeps it open where it is asked to
     await response.prepare(request)
     if isinstance(reply.events, TokenEvents):
         await reply.events.pour(_writer(request, response))  # which needs no task, unless the client reads slowly

@@ -144,9 +144,9 @@ class TokenStream:
 
         For who passes on nothing but the text, and spares the delta.
         """
-        reader = self._only
-        if reader is None or self._over or self._mailbox.ending is not None:
-            return None
+        reader, mailbox = self._only, self._mailbox
+        if reader is None or self._over or mailbox.ending is not None or mailbox.failure is not None:
+            return None  # an end that came together with the token is told of once
         box, read = reader.box, reader.read
         if len(box.ids) != read + 1 or box.scores is not None or not box.texts:
             return None
