@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import pkgutil
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -33,14 +33,19 @@ _STANDARD_INPUT = 0
 def main(host: int, descriptors: Iterable[int]) -> None:
     """Until there is nobody to compile for."""
     os.nice(_NICENESS)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a host that ignores it hands that down
     _load()
     waiting = {descriptor: socket.socket(fileno=descriptor) for descriptor in descriptors}
+    selector = selectors.PollSelector()  # of a host with many connections, descriptors are too high for `select`
+    for descriptor in (_STANDARD_INPUT, *waiting):
+        selector.register(descriptor, selectors.EVENT_READ)
     workers = []
     while os.getppid() == host:
-        ready = select.select([_STANDARD_INPUT, *waiting], [], [], _LOOK_EVERY)[0]
+        ready = [key.fd for key, _ in selector.select(_LOOK_EVERY)]
         if _STANDARD_INPUT in ready:
             break
         for descriptor in ready:
+            selector.unregister(descriptor)
             connection = waiting.pop(descriptor)
             worker = os.fork()
             if not worker:
@@ -52,6 +57,7 @@ def main(host: int, descriptors: Iterable[int]) -> None:
             connection.close()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
+    for worker in workers:
         os.waitpid(worker, 0)
 
 

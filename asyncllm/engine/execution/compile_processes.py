@@ -59,9 +59,10 @@ class CompileProcesses:
         executable = _interpreter()
         if executable is None:
             return
-        pairs = [Pipe() for _ in range(self.count)]
-        numbers = [theirs.fileno() for _, theirs in pairs]
+        pairs: list[tuple[Connection, Connection]] = []
         try:
+            pairs += (Pipe() for _ in range(self.count))
+            numbers = [theirs.fileno() for _, theirs in pairs]
             self._process = subprocess.Popen(
                 [executable, "-P", "-m", "asyncllm.kernels.compile_worker", str(os.getpid()), *map(str, numbers)],
                 pass_fds=numbers,
