@@ -96,3 +96,4 @@ def _work(connection: Connection) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), map(int, sys.argv[2:]))
+    os._exit(0)  # the host waits, and taking down what was loaded takes a third of a second
