@@ -241,7 +241,7 @@ async def test_a_framed_text_is_what_rendering_would_be(pours: bool) -> None:
         events = TokenEvents(generation, render, str, frame=lambda: ("<", ">\n") if len(rendered) > 3 else None)
         sent: list[bytes] = []
         if pours:
-            await events.pour(sent.append)  # type: ignore[arg-type]  # it returns None: nothing is left to do
+            await events.pour(sent.append)  # it returns None: nothing is left to do
         else:
             sent = [event async for event in events]
     lines = b"".join(sent).decode().splitlines()
