@@ -64,7 +64,7 @@ def main(host: int, descriptors: Iterable[int]) -> None:
 def _load() -> None:
     """What every fork needs, and would take a second to make for itself."""
     import_module("triton")  # whole, before there are threads: imports of two that need each other's modules fail
-    threads = [threading.Thread(target=work) for work in (_name_kernels, _compile_utilities)]
+    threads = [threading.Thread(target=work) for work in (_hash_triton, _compile_utilities)]
     for thread in threads:
         thread.start()
     for module in pkgutil.iter_modules(asyncllm.kernels.__path__, "asyncllm.kernels."):
@@ -75,8 +75,8 @@ def _load() -> None:
     gc.freeze()  # so that collections of the forks leave alone what they share
 
 
-def _name_kernels() -> None:
-    """Triton reads all of itself, hundreds of megabytes, for the names of what it compiles."""
+def _hash_triton() -> None:
+    """Triton hashes all of itself, hundreds of megabytes, for the keys of its cache."""
     import_module("triton.runtime.cache").triton_key()
 
 

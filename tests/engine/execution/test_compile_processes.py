@@ -82,7 +82,7 @@ def leader(processes: CompileProcesses) -> int:
 
 
 def test_what_fails_is_told_and_who_dies_is_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "MOST", 2)
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
     with CompileProcesses() as processes, ThreadPoolExecutor(4) as pool:
         processes.start()
         group = leader(processes)
@@ -98,7 +98,7 @@ def test_what_fails_is_told_and_who_dies_is_missed_by_nobody(monkeypatch: pytest
 
 def test_in_a_host_with_a_life_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many descriptors, ignored children, and a path among the texts of `sys.path`."""
-    monkeypatch.setattr(compile_processes, "MOST", 2)
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] < 2 * SELECTABLE:
@@ -138,7 +138,7 @@ def test_without_room_for_descriptors_there_are_none() -> None:
 
 
 def test_closing_ends_what_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compile_processes, "MOST", 2)
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
     processes = CompileProcesses()
     processes.start()
     group = leader(processes)
