@@ -5,8 +5,8 @@
 The model is a folder of `benchmarks/models`, or any other; its weights are random. An engine with as many rows as
 requests gets all of them at once; another, of the model's whole context, reads one prompt of so many tokens, and again
 out of its cache. Memory is what is taken of the device's (on the CPU: by the process) before an engine is there, while
-it is, and after `aclose()`; another engine has been there before, since what a driver keeps of a first one (kernels, and
-room for what they spill) stays for good. Exits with 1 where requests did not run at once, or memory does not come back.
+it is, and after `aclose()`; one more engine has been there before, since a driver keeps some of what a first one took
+(kernels, and room for what they spill). Exits with 1 where requests did not run at once, or memory does not come back.
 """
 
 from __future__ import annotations
