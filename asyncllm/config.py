@@ -152,9 +152,10 @@ def _positive(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def child_environment(path: Iterable[str]) -> dict[str, str]:
-    """The environment of a Python process that finds modules where this one does, along `path`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+def child_environment(path: Iterable[object]) -> dict[str, str]:
+    """The environment of a Python process that finds modules where this one does, along `path`: imports look at its
+    texts, and not at the `Path` that some program has put there."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in path if isinstance(entry, str))}
 
 
 def read_environment(names: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Beside other engines, on the workloads of `asyncllm.workloads`:
 
 - `compare`    asyncllm and transformers (or vLLM) on one model; `report` draws its table and plot anew
-- `gpu`        all workloads on one GPU with random weights, beside goals; `profile_report` writes PROFILE.md of it
+- `gpu`        all workloads on one GPU with random weights, beside goals; `profile_report` writes PROFILE.md of it,
+  and `gpu_plots` draws it
 
 What the engine costs, without a model:
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.profile_report [FILE ...]
 
-Without files, from all of `benchmarks/results/gpu-*.json`.
+Without files, from all of `benchmarks/results/` that hold a profile.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def report(results: Iterable[Path]) -> str:
 
 def main() -> None:
     """Write the page."""
-    files = [Path(each) for each in sys.argv[1:]] or sorted((ROOT / "results").glob("gpu-*.json"))
+    files = [Path(each) for each in sys.argv[1:]] or [
+        each for kind in ("gpu", "profile") for each in sorted((ROOT / "results").glob(f"{kind}-*.json"))
+    ]
     text = report(files)
     (ROOT / "PROFILE.md").write_text(text, encoding="utf-8")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -130,7 +131,7 @@ def _prefill_shares(comparison: Comparison) -> list[tuple[Figures, float]]:
     if not comparison.products:
         return []
     ceiling, figures = comparison.products[-1].rate, comparison.runs[0].figures
-    return [(each, each.input_rate / ceiling) for each in figures if _is_prefill(each.workload)]
+    return [(each, each.input_rate / ceiling) for each in figures if is_prefill(each.workload)]
 
 
 def _table_lines(comparison: Comparison) -> list[str]:
@@ -190,13 +191,13 @@ def _readme_table(comparison: Comparison) -> str:
     header = ["workload", ours.engine, theirs.engine, "ratio", "time to first token", "time between tokens"]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     for a, b in zip(ours.figures, theirs.figures, strict=True):
-        unit = "input tok/s" if _is_prefill(a.workload) else "tok/s"
+        unit = "input tok/s" if is_prefill(a.workload) else "tok/s"
         times = [
             f"{1000 * x[MEDIAN]:,.0f} / {1000 * y[MEDIAN]:,.0f} ms"
             for x, y in ((a.first_token, b.first_token), (a.gap, b.gap))
         ]
-        rates = [f"{_rate(figures):,.0f} {unit}" for figures in (a, b)]
-        rows.append([f"`{a.workload}`", *rates, f"{_rate(a) / _rate(b):.1f} ×", *times])
+        rates = [f"{rate_of(figures):,.0f} {unit}" for figures in (a, b)]
+        rows.append([f"`{a.workload}`", *rates, f"{rate_of(a) / rate_of(b):.1f} ×", *times])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -214,48 +215,66 @@ def draw(comparison: Comparison, path: Path) -> None:
     FigureCanvasAgg(figure)
     rates, first, gap = figure.subplots(1, 3)
     width = 0.8 / len(comparison.runs)
-    for number, run in enumerate(comparison.runs):
-        places = [place + (number - (len(comparison.runs) - 1) / 2) * width for place in range(len(names))]
-        colour = COLOURS[number]
-        bars = rates.bar(places, [_rate(figures) for figures in run.figures], width, color=colour)
+    all_places = bar_places(len(names), len(comparison.runs))
+    for run, colour, places in zip(comparison.runs, COLOURS, all_places, strict=False):
+        bars = rates.bar(places, [rate_of(figures) for figures in run.figures], width, color=colour)
         rates.bar_label(bars, fmt="{:,.0f}", fontsize=8)
         for axes, percentiles in (
             (first, [figures.first_token for figures in run.figures]),
             (gap, [figures.gap for figures in run.figures]),
         ):
-            axes.bxp(
-                [_box(values) for values in percentiles],
-                positions=places,
-                widths=width * 0.8,
-                showfliers=False,
-                patch_artist=True,
-                boxprops={"facecolor": colour},
-                medianprops={"color": "black"},
-            )
+            draw_boxes(axes, percentiles, places, width=width * 0.8, colour=colour)
     for axes, title in (
         (rates, "tokens a second"),
         (first, "time to first token, ms"),
         (gap, "time between tokens, ms"),
     ):
-        axes.set_yscale("log")
+        make_logarithmic(axes)
         axes.set_title(title)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xticks(range(len(names)), names)
-        axes.grid(axis="y", alpha=0.3)
-    rates.set_xticks(range(len(names)), [f"{name}\n{'input' if _is_prefill(name) else 'output'}" for name in names])
+    rates.set_xticks(range(len(names)), [f"{name}\n{'input' if is_prefill(name) else 'output'}" for name in names])
     handles = [Patch(color=colour, label=run.engine) for run, colour in zip(comparison.runs, COLOURS, strict=False)]
     rates.legend(handles=handles)
     figure.savefig(path, dpi=110)
 
 
-def _is_prefill(workload: str) -> bool:
+def bar_places(groups: int, members: int) -> list[list[float]]:
+    """By member of a group, the middles of its bars: groups are 1 apart and fill 0.8 of that."""
+    return [[group + 0.8 * ((member + 0.5) / members - 0.5) for group in range(groups)] for member in range(members)]
+
+
+def draw_boxes(
+    axes: Axes, percentiles: Sequence[Sequence[float]], places: Sequence[float], *, width: float, colour: str
+) -> None:
+    """Times in seconds by `PERCENTS`, drawn in ms: boxes from p25 to p75, a line at the median, whiskers p5 to p95."""
+    axes.bxp(
+        [_box(values) for values in percentiles],
+        positions=places,
+        widths=width,
+        showfliers=False,
+        patch_artist=True,
+        boxprops={"facecolor": colour},
+        medianprops={"color": "black"},
+    )
+
+
+def make_logarithmic(axes: Axes) -> None:
+    """The vertical axis, with plain numbers at 1, 2 and 5 of each decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", alpha=0.3)
+
+
+def is_prefill(workload: str) -> bool:
+    """The prompt is the work, so the input rate counts."""
     return workload.startswith("prefill")
 
 
-def _rate(figures: Figures) -> float:
-    return figures.input_rate if _is_prefill(figures.workload) else figures.output_rate
+def rate_of(figures: Figures) -> float:
+    """Tokens a second: of the output, or of the input where the prompt is the work."""
+    return figures.input_rate if is_prefill(figures.workload) else figures.output_rate
 
 
 def _box(percentiles: Sequence[float]) -> dict[str, float]:

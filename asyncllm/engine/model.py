@@ -88,7 +88,9 @@ class NamedModel:
         except AsyncLLMError:
             raise
         except Exception as error:  # what a damaged model makes of the packages that read it
-            raise ModelLoadError(f"{self.name} cannot be loaded: {error!r}") from error
+            # the repr of an OSError leaves out the name of its file
+            reason = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error)
+            raise ModelLoadError(f"{self.name} cannot be loaded: {reason}") from error
 
 
 async def _load(name: str, config: EngineConfig, workers: Executor, head_start: HeadStart) -> ServedModel:

@@ -140,13 +140,13 @@ class TokenStream:
 
     def take_text(self) -> str | None:
         """The text of the next delta, where that is one token of the only choice and has nothing beside it: what nearly
-        all are. None where it is anything else, or is not there: `take` tells.
+        all are. None where it is anything else, or is not there, or the request has failed: `take` tells.
 
         For who passes on nothing but the text, and spares the delta.
         """
         reader, mailbox = self._only, self._mailbox
         if reader is None or self._over or mailbox.ending is not None or mailbox.failure is not None:
-            return None  # an end that came together with the token is told of once
+            return None
         box, read = reader.box, reader.read
         if len(box.ids) != read + 1 or box.scores is not None or not box.texts:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import pkgutil
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -33,14 +33,19 @@ _STANDARD_INPUT = 0
 def main(host: int, descriptors: Iterable[int]) -> None:
     """Until there is nobody to compile for."""
     os.nice(_NICENESS)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a host that ignores it hands that down
     _load()
     waiting = {descriptor: socket.socket(fileno=descriptor) for descriptor in descriptors}
+    selector = selectors.PollSelector()  # of a host with many connections, descriptors are too high for `select`
+    for descriptor in (_STANDARD_INPUT, *waiting):
+        selector.register(descriptor, selectors.EVENT_READ)
     workers = []
     while os.getppid() == host:
-        ready = select.select([_STANDARD_INPUT, *waiting], [], [], _LOOK_EVERY)[0]
+        ready = [key.fd for key, _ in selector.select(_LOOK_EVERY)]
         if _STANDARD_INPUT in ready:
             break
         for descriptor in ready:
+            selector.unregister(descriptor)
             connection = waiting.pop(descriptor)
             worker = os.fork()
             if not worker:
@@ -52,13 +57,14 @@ def main(host: int, descriptors: Iterable[int]) -> None:
             connection.close()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
+    for worker in workers:
         os.waitpid(worker, 0)
 
 
 def _load() -> None:
     """What every fork needs, and would take a second to make for itself."""
     import_module("triton")  # whole, before there are threads: imports of two that need each other's modules fail
-    threads = [threading.Thread(target=work) for work in (_name_kernels, _compile_utilities)]
+    threads = [threading.Thread(target=work) for work in (_hash_triton, _compile_utilities)]
     for thread in threads:
         thread.start()
     for module in pkgutil.iter_modules(asyncllm.kernels.__path__, "asyncllm.kernels."):
@@ -69,8 +75,8 @@ def _load() -> None:
     gc.freeze()  # so that collections of the forks leave alone what they share
 
 
-def _name_kernels() -> None:
-    """Triton reads all of itself, hundreds of megabytes, for the names of what it compiles."""
+def _hash_triton() -> None:
+    """Triton hashes all of itself, hundreds of megabytes, for the keys of its cache."""
     import_module("triton.runtime.cache").triton_key()
 
 
@@ -90,3 +96,4 @@ def _work(connection: Connection) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), map(int, sys.argv[2:]))
+    os._exit(0)  # the host waits, and taking down what was loaded takes a third of a second

@@ -206,25 +206,17 @@ async def test_an_error_that_comes_together_with_tokens_is_told(prompts: int) ->
     assert b"the device is tired" in sent[-1]
 
 
-async def test_an_error_that_comes_together_with_one_framed_token_is_told() -> None:
+async def test_an_error_that_comes_together_with_one_framed_text_is_told() -> None:
     shadow = ShadowModel(latency=0.05, tokenizer=byte_tokenizer())
     async with AsyncEngine(shadow) as engine:
-        framed = 0
-
-        def frame() -> tuple[str, str]:
-            nonlocal framed
-            framed += 1
-            return "<", ">"
-
-        events = await events_of(engine, frame=frame)
-        sent = [await anext(events), await anext(events)]
-        assert framed == 1
+        events = await events_of(engine, frame=lambda: ("", ""))
+        sent = [await anext(events)]
         assert shadow.runner is not None
         before = engine.statistics().tokens_generated
-        while engine.statistics().tokens_generated == before:  # the host lags behind for this one, and the error
+        while engine.statistics().tokens_generated == before:
             time.sleep(0.001)  # noqa: ASYNC251
         shadow.runner.fail_next(RuntimeError("the device is tired"))
-        time.sleep(0.15)  # noqa: ASYNC251
+        time.sleep(0.2)  # noqa: ASYNC251
         async with asyncio.timeout(5):
             sent += [event async for event in events]
     assert b"the device is tired" in sent[-1]
@@ -249,7 +241,7 @@ async def test_a_framed_text_is_what_rendering_would_be(pours: bool) -> None:
         events = TokenEvents(generation, render, str, frame=lambda: ("<", ">\n") if len(rendered) > 3 else None)
         sent: list[bytes] = []
         if pours:
-            await events.pour(sent.append)  # type: ignore[arg-type]  # it returns None: nothing is left to do
+            await events.pour(sent.append)  # it returns None: nothing is left to do
         else:
             sent = [event async for event in events]
     lines = b"".join(sent).decode().splitlines()

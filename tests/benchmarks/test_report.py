@@ -8,9 +8,12 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.figures import PERCENTS, Check, Comparison, Figures, PeerRun, ProductRate, Sample
 from benchmarks.report import (
     README_MARKS,
+    bar_places,
     comparison_from_json,
     markdown,
     readme_section,
@@ -116,3 +119,8 @@ def test_prompts_are_compared_with_the_products_alone() -> None:
     assert "`prefill` at 50% of the rate" in readme_section(comparison, "results/cpu")
     assert comparison_from_json(json.dumps(asdict(comparison))) == comparison
     assert "products alone" not in markdown(COMPARISON, plot="cpu.png")
+
+
+def test_bars_of_a_group_lie_side_by_side_about_its_middle() -> None:
+    assert [pytest.approx(places) for places in bar_places(2, 2)] == [[-0.2, 0.8], [0.2, 1.2]]
+    assert bar_places(1, 1) == [[0.0]]

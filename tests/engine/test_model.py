@@ -6,17 +6,21 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncEngine, SamplingParams
-from asyncllm.engine.model import eos_token_ids, sampling_defaults
+from asyncllm.config import EngineConfig
+from asyncllm.engine import model
+from asyncllm.engine.model import NamedModel, ServedModel, eos_token_ids, sampling_defaults
 from asyncllm.errors import (
     ChatTemplateError,
     CheckpointError,
     InvalidPromptError,
+    ModelLoadError,
     ModelNotFoundError,
     TokenizerError,
 )
@@ -125,6 +129,17 @@ def test_leaving_without_closing(tmp_path: Path) -> None:
         cwd=Path(__file__).parent.parent.parent,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+async def test_a_file_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache may be where nothing can be written."""
+
+    async def load(*_: object) -> ServedModel:
+        raise PermissionError(13, "Permission denied", "/root/.triton/cache")
+
+    monkeypatch.setattr(model, "_load", load)
+    with pytest.raises(ModelLoadError, match=r"org/name cannot be loaded.*Permission denied.*/root/\.triton/cache"):
+        await NamedModel("org/name")(EngineConfig(), ThreadPoolExecutor())
 
 
 async def test_no_such_model(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from asyncllm.errors import ModelLoadError
 
 logger = logging.getLogger("asyncllm")
 
-MOST = 16
+MOST_PROCESSES = 16
 """Processes at once, or as many as there are processors. They share some 300 MB, and each takes a processor for some
 seconds."""
 _LAST_MOMENT = 5.0
@@ -37,7 +37,7 @@ class CompileProcesses:
     nothing: whoever needs a kernel compiles it then. Used from any thread."""
 
     def __init__(self) -> None:
-        self.count = min(processors(), MOST)
+        self.count = min(processors(), MOST_PROCESSES)
         self._process: subprocess.Popen[bytes] | None = None
         self._free = SimpleQueue[Connection | None]()  # None, once there is no process
         self._free.put(None)
@@ -59,9 +59,10 @@ class CompileProcesses:
         executable = _interpreter()
         if executable is None:
             return
-        pairs = [Pipe() for _ in range(self.count)]
-        numbers = [theirs.fileno() for _, theirs in pairs]
+        pairs: list[tuple[Connection, Connection]] = []
         try:
+            pairs += (Pipe() for _ in range(self.count))
+            numbers = [theirs.fileno() for _, theirs in pairs]
             self._process = subprocess.Popen(
                 [executable, "-P", "-m", "asyncllm.kernels.compile_worker", str(os.getpid()), *map(str, numbers)],
                 pass_fds=numbers,

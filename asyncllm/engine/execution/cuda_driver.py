@@ -3,8 +3,8 @@
 Graphs: torch's own capture marks the process-wide random generator as captured, so that meanwhile a dropout of the host
 fails in another thread; it also waits for the whole device and empties the allocator's cache. And torch gives the
 interpreter lock up to launch a graph, which against Python work in the host can cost 5 ms a step. What is left of it:
-while a graph is captured (for half a second at the start, then some milliseconds for each that is added), CUDA refuses
-other threads to wait for the whole device; to wait for a stream or an event is allowed.
+while a graph is captured (for most of a second at the start, then up to a tenth of one for each that is added), CUDA
+refuses other threads to wait for the whole device; to wait for a stream or an event is allowed.
 Streams: torch's come from a pool of 32, and so may be the host's as well.
 """
 

@@ -21,7 +21,7 @@ from asyncllm.engine.execution.cuda_runner import STEPS
 from asyncllm.engine.execution.device_rows import RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.graph_sizes import first_graph_sizes
-from asyncllm.engine.execution.head_start import HeadStart, name_kernels
+from asyncllm.engine.execution.head_start import HeadStart, hash_triton
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels.compilation import Compilation, load_kernel
@@ -46,7 +46,7 @@ class FirstSteps:
         """Begin to compile; at the end all is compiled, what rare requests need too."""
         started, processes = time.monotonic(), head_start.processes
         head_start.wait()
-        name_kernels()  # not at once on many threads
+        hash_triton()  # not at once on many threads
         pool = ThreadPoolExecutor(
             processes.count, "asyncllm-compile", torch.cuda.set_device, (self._executor.stream.device,)
         )

@@ -25,7 +25,6 @@ class HeadStart:
         self.processes = CompileProcesses()
         self._context: Future[int] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._names: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +44,7 @@ class HeadStart:
             import_module("triton")
         self._pool = ThreadPoolExecutor(2, "asyncllm-start")
         self._context = self._pool.submit(_make_context, int(device.partition(":")[2] or 0))
-        self._names = self._pool.submit(name_kernels)
+        self._pool.submit(hash_triton)
 
     def wait(self) -> None:
         """Until what threads of this process do is done."""
@@ -67,7 +66,7 @@ def _make_context(device: int) -> int:
     return device
 
 
-def name_kernels() -> None:
-    """Have Triton read all of itself, hundreds of megabytes, as it does once for the names of what it compiles."""
+def hash_triton() -> None:
+    """Have Triton hash all of itself, hundreds of megabytes, as it does once for the keys of its cache."""
     with suppress(ModuleNotFoundError):
         import_module("triton.runtime.cache").triton_key()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from asyncllm.kernels.language import TRITON_AVAILABLE
 pytestmark = pytest.mark.skipif(not TRITON_AVAILABLE, reason="there is nothing to compile")
 
 PATIENCE = 60.0
+SELECTABLE = 1024
+"""Descriptors from this number on are too high for `select`."""
 
 
 class Call:
@@ -79,7 +82,7 @@ def leader(processes: CompileProcesses) -> int:
 
 
 def test_what_fails_is_told_and_who_dies_is_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "MOST", 2)
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
     with CompileProcesses() as processes, ThreadPoolExecutor(4) as pool:
         processes.start()
         group = leader(processes)
@@ -93,8 +96,49 @@ def test_what_fails_is_told_and_who_dies_is_missed_by_nobody(monkeypatch: pytest
     assert living(group) == []
 
 
+def test_in_a_host_with_a_life_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many descriptors, ignored children, and a path among the texts of `sys.path`."""
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2 * SELECTABLE:
+        pytest.skip("there is no room for so many descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * SELECTABLE, limits[1]))
+    ignored = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(SELECTABLE)]
+    try:
+        with CompileProcesses() as processes, ThreadPoolExecutor(2) as pool:
+            processes.start()
+            group = leader(processes)
+            assert None not in list(pool.map(processes.compile, [job(os.getpid)] * 2))
+            for _ in range(2):
+                in_thread(processes, job(time.sleep, 2 * PATIENCE))
+            started = time.monotonic()
+            processes.close()
+            assert time.monotonic() - started < compile_processes._LAST_MOMENT
+        assert living(group) == []
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        signal.signal(signal.SIGCHLD, ignored)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_room_for_descriptors_there_are_none() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with CompileProcesses() as processes:
+            processes.start()
+            assert processes.compile(b"") is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_closing_ends_what_they_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compile_processes, "MOST", 2)
+    monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 2)
     processes = CompileProcesses()
     processes.start()
     group = leader(processes)
