@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import tomllib
@@ -39,8 +38,10 @@ def test_package_is_typed() -> None:
 
 
 def test_logger_is_silent_until_the_application_configures_it() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("asyncllm").handlers)
-    code = "import asyncllm, logging; logging.getLogger('asyncllm.engine').error('unseen')"
+    code = (
+        "import asyncllm, logging; logging.getLogger('asyncllm.engine').error('unseen');"
+        "assert [type(handler) for handler in logging.getLogger('asyncllm').handlers] == [logging.NullHandler]"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == run.stderr == ""
 

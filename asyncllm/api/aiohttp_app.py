@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
@@ -100,7 +100,7 @@ class _Shell:
         self._some.set()
         try:
             return await self._serve(request)
-        except (Disconnected, ConnectionResetError):
+        except (Disconnected, ConnectionError):
             return web.Response(status=499)  # nobody is there to read it
         finally:
             del self._running[task]
@@ -142,6 +142,8 @@ async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
         await whole.write_eof()
         return whole
     response = web.StreamResponse(status=reply.status, headers={**reply.headers, "content-type": reply.content_type})
+    if request.version < HttpVersion11:
+        response.force_close()  # nothing but that tells the end then; aiohttp keeps it open where it is asked to
     await response.prepare(request)
     if isinstance(reply.events, TokenEvents):
         await reply.events.pour(_writer(request, response))  # which needs no task, unless the client reads slowly

@@ -131,6 +131,8 @@ def _writer(send: Send) -> SendBytes:
     transport, flow = cycle.transport, cycle.flow
 
     def write(event: bytes) -> Coroutine[Any, Any, None] | None:
+        if transport.is_closing():  # uvicorn tells only the last of the requests that a connection has sent ahead
+            raise Disconnected
         if flow.write_paused or cycle.disconnected:
             return send_event(event)
         transport.write(http_chunk(event))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.config import check_names
 from asyncllm.errors import ConfigError
+from asyncllm.outputs.reasoning import REASONING_FORMATS
+from asyncllm.outputs.tool_calls import TOOL_FORMATS
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -65,9 +67,8 @@ class ApiSettings:
         for name in ("request_chat_templates", "page"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("tool_format", "reasoning_format"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"{name} must be the name of a format, got {getattr(self, name)!r}")
+        _format("tool_format", self.tool_format, TOOL_FORMATS)
+        _format("reasoning_format", self.reasoning_format, REASONING_FORMATS)
 
     def override(self, **overrides: Any) -> ApiSettings:
         """New settings with these fields changed; raises `ConfigError` with the nearest name for an unknown one."""
@@ -92,6 +93,12 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _count(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _format(name: str, value: object, known: Iterable[str]) -> None:
+    names = ("none", *sorted(known))
+    if value is not None and value not in names:
+        raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def _seconds(name: str, value: object, *, may_be_zero: bool) -> None:

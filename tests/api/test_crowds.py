@@ -139,6 +139,40 @@ async def test_shutting_down_beside_one_who_reads_nothing(engine: AsyncEngine, d
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_one_who_sent_requests_ahead_and_leaves(engine: AsyncEngine, kind: str) -> None:
+    """What runs is given up, and what waits behind it never begins."""
+    async with serving(kind, engine) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(asked(4000, 1) + asked(4000, 2))
+        await reader.readexactly(1000)
+        writer.transport.abort()
+        await until(lambda: engine.statistics().requests_aborted > 0)
+        assert engine.statistics().tokens_generated < 4000
+        await until(lambda: engine.statistics().blocks_used == 0)
+
+
+@pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
+async def test_one_who_leaves_what_was_sent_unread(
+    engine: AsyncEngine, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server waits in the midst of a write then, and its log has nothing to tell of that."""
+    narrow = servers.open_listener()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(servers, "open_listener", lambda: narrow)
+    async with serving(kind, engine) as port:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+            await asyncio.get_running_loop().sock_sendall(connection, asked(1500))
+            await until(lambda: engine.statistics().requests_running > 0)
+            await until(lambda: engine.statistics().requests_running == 0, 60)
+        await until(lambda: engine.statistics().blocks_used == 0)
+        await asyncio.sleep(0.1)
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
 class Crawler:
     """A client that reads 1 kB a second, as slowly as its kernel lets it."""
 

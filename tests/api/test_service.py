@@ -401,6 +401,8 @@ def test_every_error_has_an_answer() -> None:
         {"request_timeout": 0},
         {"drain_timeout": -1},
         {"request_chat_templates": 1},
+        {"tool_format": "hermes2"},
+        {"reasoning_format": "think"},
         {"api_key": ["x"]},
     ],
 )

@@ -266,12 +266,16 @@ async def test_every_chunk_is_framed_whichever_way_it_is_written(shadow: MakeEng
         writer.close()
 
 
-async def test_a_client_that_knows_no_chunks_gets_none(shadow: MakeEngine) -> None:
+@pytest.mark.parametrize("asks", [b"", b"Connection: keep-alive\r\n"])
+async def test_a_client_that_knows_no_chunks_gets_none(shadow: MakeEngine, asks: bytes) -> None:
+    """Then the end of the connection is the end of the answer, whatever it asks for."""
     async with serving("aiohttp", shadow()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps({"model": "", "prompt": "Hi", "max_tokens": 50, "stream": True, "ignore_eos": True}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        head, data = (await reader.read()).split(b"\r\n\r\n", 1)
+        writer.write(b"POST /v1/completions HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (asks, len(body)) + body)
+        async with asyncio.timeout(10):
+            whole = await reader.read()
+        head, data = whole.split(b"\r\n\r\n", 1)
         assert b"chunked" not in head.lower()
         assert all(event.startswith(b"data: ") for event in data.split(b"\n\n")[:-1])
         assert data.endswith(b"data: [DONE]\n\n")
