@@ -193,7 +193,7 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """So this one finds it there. Where they die, it compiles itself."""
-        monkeypatch.setattr(compile_processes, "MOST", 1)
+        monkeypatch.setattr(compile_processes, "MOST_PROCESSES", 1)
         caplog.set_level("DEBUG", "asyncllm")
         with CompileProcesses() as processes:
             processes.start()
