@@ -57,8 +57,8 @@ def pace(rounds: Rounds) -> None:
         hand_out(events, text)
         rounds.arrive()
 
-    TokenEvents.pour = tell_and_pour  # type: ignore[method-assign, assignment]
-    TokenEvents._hand_out = hand_out_and_tell  # type: ignore[method-assign, assignment]
+    TokenEvents.pour = tell_and_pour  # type: ignore[method-assign, assignment]  # to see when tokens pass
+    TokenEvents._hand_out = hand_out_and_tell  # type: ignore[method-assign, assignment]  # likewise
 
 
 def chat_model(load: ModelLoader) -> ModelLoader:

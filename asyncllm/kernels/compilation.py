@@ -150,7 +150,7 @@ class CompiledKernel(JITFunction):  # type: ignore[misc]  # triton is untyped
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         compilation = _compilation.get()
         if compilation is None:
-            return super().__getitem__(grid)  # type: ignore[no-any-return]
+            return super().__getitem__(grid)  # type: ignore[no-any-return]  # triton is untyped
         return partial(self._warm_up, compilation, grid)
 
     def _warm_up(self, compilation: Compilation, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:

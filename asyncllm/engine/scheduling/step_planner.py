@@ -55,12 +55,17 @@ class StepPlanner:
         lagging = [tokens for request in rows.lagging() if (tokens := request.known - rows.position(request)) > 0]
         waiting, requests, behind = sum(lagging), len(lagging), 0
         if first is not None and (self._blocked is None or self._blocked[0] is not first):
-            waiting += int(self._fresh * self._roster.waiting_tokens(rows.free))
-            requests += min(rows.free, self._roster.num_queued)
+            tokens, queued = self._admissible()
+            waiting, requests = waiting + tokens, requests + queued
             behind = max(0, self._roster.num_queued - rows.free)
         decoding = rows.num_steady + rows.num_kept
         most = self._limit.tokens(waiting, requests, decoding, behind / rows.num_rows)
         return self._worth_a_step(room if most is None else min(room, most), waiting, requests)
+
+    def _admissible(self) -> tuple[int, int]:
+        """About how many tokens that no cache has, and of how many requests, wait for the rows that are free."""
+        queued = min(self._rows.free, self._roster.num_queued)
+        return int(self._fresh * self._roster.waiting_tokens(queued)), queued
 
     def _worth_a_step(self, budget: int, waiting: int, requests: int, computed: int = 0) -> int:
         """The budget, or less where the device would fill up a step that computes all that is `waiting` of so many
@@ -208,8 +213,8 @@ class StepPlanner:
         """Admit requests in their order as long as rows, blocks and budget last."""
         owed = sum(map(self._cache.owed, self._rows.lagging())) if self._roster.first_waiting else 0
         while self._rows.free and draft.budget:
-            request, queued = self._roster.first_waiting, min(self._rows.free, self._roster.num_queued)
-            waiting = int(self._fresh * self._roster.waiting_tokens(queued))
+            request = self._roster.first_waiting
+            waiting, queued = self._admissible()
             # by now more may be known of what caches have
             draft.budget = self._worth_a_step(draft.budget, waiting, queued + len(draft.chunks), draft.computed)
             if request is None or not self._admit(request, owed, draft):
