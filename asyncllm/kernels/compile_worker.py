@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 
 import asyncllm.kernels
 from asyncllm.kernels.compilation import run_job
+from asyncllm.kernels.triton_key import hash_triton
 
 _NICENESS = 5
 """The host's own work goes first."""
@@ -64,7 +65,7 @@ def main(host: int, descriptors: Iterable[int]) -> None:
 def _load() -> None:
     """What every fork needs, and would take a second to make for itself."""
     import_module("triton")  # whole, before there are threads: imports of two that need each other's modules fail
-    threads = [threading.Thread(target=work) for work in (_hash_triton, _compile_utilities)]
+    threads = [threading.Thread(target=work) for work in (hash_triton, _compile_utilities)]
     for thread in threads:
         thread.start()
     for module in pkgutil.iter_modules(asyncllm.kernels.__path__, "asyncllm.kernels."):
@@ -73,11 +74,6 @@ def _load() -> None:
     for thread in threads:  # nobody forks beside another thread
         thread.join()
     gc.freeze()  # so that collections of the forks leave alone what they share
-
-
-def _hash_triton() -> None:
-    """Triton hashes all of itself, hundreds of megabytes, for the keys of its cache."""
-    import_module("triton.runtime.cache").triton_key()
 
 
 def _compile_utilities() -> None:

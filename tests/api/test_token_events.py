@@ -214,9 +214,9 @@ async def test_an_error_that_comes_together_with_one_framed_text_is_told() -> No
         assert shadow.runner is not None
         before = engine.statistics().tokens_generated
         while engine.statistics().tokens_generated == before:
-            time.sleep(0.001)  # noqa: ASYNC251
+            time.sleep(0.001)  # noqa: ASYNC251  # the loop is to be busy
         shadow.runner.fail_next(RuntimeError("the device is tired"))
-        time.sleep(0.2)  # noqa: ASYNC251
+        time.sleep(0.2)  # noqa: ASYNC251  # likewise
         async with asyncio.timeout(5):
             sent += [event async for event in events]
     assert b"the device is tired" in sent[-1]

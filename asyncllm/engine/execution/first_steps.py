@@ -21,10 +21,11 @@ from asyncllm.engine.execution.cuda_runner import STEPS
 from asyncllm.engine.execution.device_rows import RowSizes
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.graph_sizes import first_graph_sizes
-from asyncllm.engine.execution.head_start import HeadStart, hash_triton
+from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.kernels.compilation import Compilation, load_kernel
+from asyncllm.kernels.triton_key import hash_triton
 
 logger = logging.getLogger("asyncllm")
 

@@ -12,6 +12,7 @@ from typing import Self
 
 from asyncllm.engine.execution.compile_processes import CompileProcesses
 from asyncllm.engine.execution.cuda_driver import cuda_driver
+from asyncllm.kernels.triton_key import hash_triton
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 """One of them is there where NVIDIA's driver is: on Linux, and on Linux within Windows."""
@@ -64,9 +65,3 @@ def _make_context(device: int) -> int:
     """On the device of this index, where torch is going to make it."""
     cuda_driver().make_context(device)
     return device
-
-
-def hash_triton() -> None:
-    """Have Triton hash all of itself, hundreds of megabytes, as it does once for the keys of its cache."""
-    with suppress(ModuleNotFoundError):
-        import_module("triton.runtime.cache").triton_key()
