@@ -6,7 +6,8 @@ The models are folders of `benchmarks/models`; of a table that is there already,
 where it stands: in a decode step of the model with a few of its layers, whose weights no cache holds, from a CUDA
 graph: kernels overlap with those beside them, so that the fastest by itself need not make the fastest step.
 Each product in turn takes the tiling that makes the step fastest; then again, among the best, beside what the others
-have become. Tilings are checked first. Beside the table, all times go to `benchmarks/results/products-DEVICE.json`.
+have become, and with other divisions of the fast memory. Tilings are checked first. A table that is no faster than the
+one before is not kept. Beside the table, all times go to `benchmarks/results/products-DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs m
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
 FINALISTS = 6  # tilings of a product that are tried again
+CARVE_OUTS = (0, 4, 16)  # those of one row, with each of these
 SAME = 1.002
 """Of steps that take up to this many times the shortest, one whose kernel serves other rows as well is taken: each
 kernel is compiled when an engine starts."""
@@ -302,6 +304,7 @@ class Tuned:
 
 def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
     """The table with other choices for so many rows."""
+    original = table
     batch = step.batch(rows)
     step.warm_up(batch)
     products = products_of(step.config)
@@ -319,8 +322,19 @@ def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
             found.sort(key=lambda timing: timing.microseconds)
             timings.setdefault(product.name, found)
             table = table.with_choice(product, rows, choose(found, kernels_of(product, rows, table)))
-            choices[product] = [None, *(each.tiling for each in found[:FINALISTS] if each.tiling is not None)]
-    return Tuned(table, library, before, step.microseconds(batch, table), timings)
+            best = [each.tiling for each in found[:FINALISTS] if each.tiling is not None]
+            choices[product] = [None, *dict.fromkeys(form for tiling in best for form in forms(tiling))]
+    after = step.microseconds(batch, table)
+    if after > before:
+        table, after = original, before
+    return Tuned(table, library, before, after, timings)
+
+
+def forms(tiling: AnyTiling) -> list[AnyTiling]:
+    """A tiling with all divisions of the fast memory that are tried."""
+    if isinstance(tiling, VectorTiling):
+        return [replace(tiling, carve_out=percent) for percent in CARVE_OUTS]
+    return [tiling]
 
 
 def choose(timings: Sequence[Timing], used: Collection[AnyTiling]) -> AnyTiling | None:
@@ -394,7 +408,8 @@ def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
         (count == 1 and each.inputs, each.gated, each.adds, binary_of(tiling)): (each, count, tiling)
         for each in products
         for count in rows
-        for tiling in tilings(each, count)
+        for found in tilings(each, count)
+        for tiling in forms(found)
     }
     with multiprocessing.get_context("fork").Pool() as pool:
         pool.map(compile_product, tasks.values(), chunksize=4)

@@ -5,17 +5,22 @@ and integers that are one or divisible by 16, but for those that it names to `ji
 `Compilation.launches` a launch is not run, but has its kernel compiled by the threads of a pool. What is not in the
 cache that Triton keeps on disk, a thread has a `Compiler` compile into it, in a process of its own: Triton holds the
 interpreter lock while it makes its own representation of a kernel.
+
+A kernel may have a parameter `CARVE_OUT`, a constant: the percentage of a multiprocessor's fast memory that it would
+have as shared memory, the rest as first-level cache. A kernel that states nothing takes what the one before has left,
+and after attention that is little cache. But a multiprocessor that changes its division must be idle first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
@@ -180,6 +185,40 @@ def load_kernel(kernel: Any) -> None:
     _ = kernel.run
 
 
+_CARVE_OUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
+
+_carve_outs: dict[str, int] = {}
+"""Of the kernels that state one, by their hash."""
+
+
+def _set_carve_out(module: int, function: int, name: str, metadata_group: object, hash: str) -> None:
+    """Called by Triton for each kernel that it has put on a device, anybody's."""
+    percent = _carve_outs.get(hash)
+    if percent is not None:
+        code = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVE_OUT, ctypes.c_int(percent))
+        if code:  # it is a wish: without it the kernel is slower
+            logger.warning("%s was refused a carve-out of %d %% (CUDA error %d)", name, percent, code)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _carve_out(source: _Source) -> int | None:
+    """What the kernel states."""
+    names = source.fn.arg_names
+    if "CARVE_OUT" not in names:
+        return None
+    percent: int = source.constants[(names.index("CARVE_OUT"),)]
+    return percent
+
+
+if JITFunction is not object:
+    triton.knobs.runtime.kernel_load_end_hook.add(_set_carve_out)
+
+
 class _Job(NamedTuple):
     """What `triton.compile` takes, by names that another process finds."""
 
@@ -203,6 +242,13 @@ class _Answer(NamedTuple):
 
 def _compile(source: _Source, target: GPUTarget, options: dict[str, Any], **named: Any) -> Any:
     """In place of `triton.compile`, which any thread may call."""
+    kernel = _compile_anywhere(source, target, options, **named)
+    if (percent := _carve_out(source)) is not None:
+        _carve_outs[kernel.hash] = percent
+    return kernel
+
+
+def _compile_anywhere(source: _Source, target: GPUTarget, options: dict[str, Any], **named: Any) -> Any:
     compiler = _compiler.get()
     if compiler is not None:
         source.only_cached = True

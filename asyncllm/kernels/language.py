@@ -29,6 +29,7 @@ else:
 """Makes a number of a module known to its kernels."""
 
 __all__ = [
+    "SHARED_FIRST",
     "TRITON_AVAILABLE",
     "Kernel",
     "TensorDescriptor",
@@ -82,6 +83,10 @@ def jit_unspecialized(*names: str) -> Callable[[Callable[..., Any]], Kernel]:
 
     return decorate
 
+
+SHARED_FIRST = 100
+"""`CARVE_OUT` (see `compilation`) of a small kernel that stands between two that use much shared memory: so that
+neither it nor the next must wait for multiprocessors to be idle."""
 
 # Programmatic dependent launch: a kernel launched with `overlap_options` may begin while the one before it on the
 # stream still runs: once all programs of that one have called `launch_next` or have ended. It must not read what that

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import await_previous, jit, launch_next, next_power_of_2, overlap_options, tl
+from asyncllm.kernels.language import (
+    SHARED_FIRST,
+    await_previous,
+    jit,
+    launch_next,
+    next_power_of_2,
+    overlap_options,
+    tl,
+)
 
 
 @jit
@@ -21,6 +29,7 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    CARVE_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -70,6 +79,7 @@ def rms_norm(
             SIZE=size,
             BLOCK=block,
             PARTS=0 if parts is None else len(parts),
+            CARVE_OUT=SHARED_FIRST,
             num_warps=min(max(block // 512, 1), 16),
             **overlap_options(x.device),
         )

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.kernels.language import await_previous, ceil_div, jit, launch_next, next_power_of_2, overlap_options, tl
+from asyncllm.kernels.language import (
+    SHARED_FIRST,
+    await_previous,
+    ceil_div,
+    jit,
+    launch_next,
+    next_power_of_2,
+    overlap_options,
+    tl,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ def _rope_cache_kernel(
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
     NARROW: tl.constexpr,
+    CARVE_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     # All but the heads is loaded while the kernel before still runs.
@@ -223,6 +233,7 @@ def rope_cache(
             NORM=norm is not None,
             LIMIT=torch.finfo(cache.dtype).max,
             NARROW=cache.dtype != qkv.dtype,
+            CARVE_OUT=SHARED_FIRST,
             num_warps=max(1, per_program // 4),
             **overlap_options(qkv.device),
         )

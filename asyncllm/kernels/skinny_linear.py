@@ -41,6 +41,7 @@ class VectorTiling:
     lines: int
     warps: int
     programs: int
+    carve_out: int = 4  # percent of fast memory that is not cache: see `compilation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def _vector_kernel(
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    CARVE_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     element = output.dtype.element_ty
@@ -408,6 +410,7 @@ def _multiply_vector(
         ADD=add,
         GATED=activation is not None,
         GELU=activation is Activation.GELU_TANH,
+        CARVE_OUT=tiling.carve_out,
         num_warps=tiling.warps,
         num_stages=1,
         **overlap_options(x.device),

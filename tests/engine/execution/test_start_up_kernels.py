@@ -23,11 +23,12 @@ from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.kernels import language
+from asyncllm.kernels import compilation, language, skinny_linear
 from asyncllm.kernels.block_copy import copy_blocks
 from asyncllm.kernels.compilation import compiling
 from asyncllm.kernels.language import TRITON_AVAILABLE
 from asyncllm.kernels.row_join import RECORD_WORDS, join_rows
+from asyncllm.kernels.skinny_linear import VectorTiling
 from asyncllm.kernels.step_layout import StepWords
 from asyncllm.layers.parameter import Placement
 from asyncllm.models.registry import find_architecture, read_model_config
@@ -131,12 +132,12 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """All compile for a Hopper. Then no request that a first step was not like has another one compiled."""
         folder = write_tiny_model(tmp_path, config={**SMALL, **MODELS[model]})
         device = Device(folder, torch.bfloat16, deterministic=deterministic)
-        with compiling(2) as compilation:
+        with compiling(2) as compiled_at_once:
             for plan in first_plans(ROWS, TOKENS, LENGTH):
                 device.launch(plan)
             launch_rare_kernels(device.executor, device.sizes, processed_logprobs=deterministic)
         assert {"_rope_cache_kernel", "_plan_kernel", "_draw_wide_kernel", "_rare_filters_kernel"} < set(compiled.names)
-        assert len(compilation.kinds) >= len(compiled.names)
+        assert len(compiled_at_once.kinds) >= len(compiled.names)
         plain = RowSampling(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         rare = replace(
             plain, repetition_penalty=2.0, typical_p=0.5, banned=(4,), logprobs=LogprobsRequest(2), late=True
@@ -173,15 +174,28 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         """Once for all that are alike, and for integers that differ from step to step."""
         settings, seeds = torch.zeros((8, 3), dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
         records = torch.ones((1, RECORD_WORDS), dtype=torch.int32)
-        with compiling(2) as compilation:
+        with compiling(2) as compiled_at_once:
             for most in (1, 16, 33, 33):
                 join_rows(settings, seeds, torch.zeros((3, most), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
-        assert len(compilation.kinds) == 3
+        assert len(compiled_at_once.kinds) == 3
         assert not settings.any()
         with compiling(2):
             join_rows(settings, seeds, torch.zeros((3, 5), dtype=torch.int32), records, records[0])
         assert compiled.names == ["_row_join_kernel"]
+
+    def test_a_wish_for_cache_is_known_by_the_binary(compiled: Compiled) -> None:
+        """Before it is loaded, and from the cache on disk too."""
+        x, weight = torch.zeros((1, 72), dtype=torch.bfloat16), torch.zeros((40, 72), dtype=torch.bfloat16)
+        for _ in range(2):
+            compilation._carve_outs.clear()
+            skinny_linear._vector_kernel.device_caches.clear()  # type: ignore[attr-defined]  # Triton's own
+            with compiling(1):
+                for percent in (3, 17):
+                    skinny_linear.skinny_linear(x, weight, tiling=VectorTiling(8, 4, 1, percent))
+                launch_two(3)  # which wish for nothing
+            assert sorted(compilation._carve_outs.values()) == [3, 17]
+        assert compiled.cached.count("_vector_kernel") == 2
 
     def launch_two(rows: int) -> None:
         settings, seeds = torch.zeros((8, rows), dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
