@@ -29,7 +29,7 @@ from asyncllm.kernels.uniform_draw import uniform_draw
 
 _AT_ONCE = 16  # tiles, in a group: four a warp
 _STAGES = 3  # of a group's way through shared memory
-_PROGRAMS = 4  # on a multiprocessor
+_PROGRAMS, _WIDE_PROGRAMS = 4, 6  # on a multiprocessor, of logits of 16 and of 32 bits
 
 
 @jit
@@ -350,7 +350,7 @@ def sum_tiles(
     used filters."""
     tiles = ceil_div(where.vocabulary, TILE)
     others = adjusted or AdjustedLogits(where.rows, logits)
-    slots = _PROGRAMS * multiprocessors(logits.device)
+    slots = (_PROGRAMS if logits.element_size() == 2 else _WIDE_PROGRAMS) * multiprocessors(logits.device)
     # of more rows than run at once, in pieces: else few programs would run in the end
     parts = min(ceil_div(tiles, _AT_ONCE), slots // len(logits) or 4)
     token_ids, row_token_ids = tokens or (where.rows, where.rows)
