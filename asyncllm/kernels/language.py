@@ -39,6 +39,7 @@ __all__ = [
     "jit",
     "jit_unspecialized",
     "launch_next",
+    "multiprocessors",
     "next_power_of_2",
     "overlap_options",
     "tl",
@@ -116,6 +117,12 @@ def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool
 @cache
 def _can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; 1 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -59,6 +59,7 @@ class SamplingWorkspace:
 
     maxima: torch.Tensor  # [n, tiles] float32: largest logit of a tile
     sums: torch.Tensor  # [n, tiles] float32: its sum of exp((logit - top) / temperature), in the end of kept tokens
+    arrivals: torch.Tensor  # [n] int32: programs that have summed their part of a row; zeros between launches
     lists: torch.Tensor  # [n, tiles] int32: tiles that reach a threshold; of a wide row, where the list's parts end
     is_wide: torch.Tensor  # [n] int32: 1 where the filters may keep too many logits for the short list
     candidates: torch.Tensor  # [n, most] float32: logits that filters may keep

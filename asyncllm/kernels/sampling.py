@@ -8,18 +8,26 @@ found without sorting:
 - top-p: of the tokens left, the largest threshold at which those above it, or at it, hold top_p of their probability;
 - min-p: the largest logit + temperature · ln(min_p).
 
-The first launch leaves the sum and the maximum of each tile of logits (`logit_tiles`). In the second, one program a row
-draws: without a filter it picks the tile and reads that one again; with one, the tiles tell how small a logit may be
-that is kept, what is at least that gets listed, and thresholds and draw are found in the list. So a common filter costs
-a row little, and its registers are few. Rows whose list is too short for that are drawn by a third (`wide_rows`).
+The first launch leaves the sum and the maximum of each tile of logits (`logit_tiles`). A row without a filter picks the
+tile and reads that one again: where no row has any, in the same launch. Else one program a row draws in a second one:
+the tiles tell how small a logit may be that a filter keeps, what is at least that gets listed, and thresholds and draw
+are found in the list. So a common filter costs a row little, and its registers are few. Rows whose list is too short
+for that are drawn by a third (`wide_rows`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from asyncllm.kernels.language import ceil_div, constexpr, jit, tl
-from asyncllm.kernels.logit_tiles import draw_from_tiles, lower_bound, read_logits, sum_tiles, tile_weights
+from asyncllm.kernels.language import await_previous, ceil_div, constexpr, jit, launch_next, overlap_options, tl
+from asyncllm.kernels.logit_tiles import (
+    draw_unfiltered,
+    highest_logit,
+    lower_bound,
+    read_logits,
+    sum_tiles,
+    tile_weights,
+)
 from asyncllm.kernels.sampled_rows import FILTERS, TILE, AdjustedLogits, Draw, LogitRows, RowSettings, SamplingWorkspace
 from asyncllm.kernels.thresholds import largest_threshold
 from asyncllm.kernels.uniform_draw import philox4x32, uniform_draw
@@ -47,6 +55,7 @@ def make_sampling_workspace(
     return SamplingWorkspace(
         maxima=make(max_rows, tiles),
         sums=make(max_rows, tiles),
+        arrivals=torch.zeros(max_rows, dtype=torch.int32, device=device),
         lists=make(max_rows, tiles, dtype=torch.int32),
         is_wide=make(max_rows, dtype=torch.int32),
         candidates=make(max_rows, candidates),
@@ -175,79 +184,63 @@ def _draw_kernel(
     TILES_PAD: tl.constexpr,
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    FILTERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     FEW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
-    # whatever is of use is read at once: one after another, these reads would take longest
-    count = tl.load(num_rows)
+    if index >= tl.load(num_rows):
+        return
+    # what the kernel before does not write is read while it still runs
     row = tl.load(rows + index)
-    position = tl.load(positions + index).to(tl.int64)
+    position = tl.load(positions + index)
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row)
+    choice = tl.load(choices + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
+    is_adjusted = tl.zeros([], tl.int32)
+    filtered = ((top_k > 0) & (top_k < VOCABULARY)) | (top_p < 1.0) | (min_p > 0.0)
+    if ADJUSTED:
+        is_adjusted = tl.load(duties + row)
+        adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
+        filtered &= (is_adjusted & _FILTERS) == 0
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
     maxima += index * TILES
     sums += index * TILES
     tiles = tl.arange(0, TILES_PAD)
     tile_maxima = tl.load(maxima + tiles, mask=tiles < TILES, other=float("-inf"))
     tile_sums = tl.load(sums + tiles, mask=tiles < TILES, other=0.0)
-    if index >= count:
-        return
-    temperature = tl.load(temperatures + row)
-    seed = tl.load(seeds + row)
-    choice = tl.load(choices + row)
-    is_adjusted = tl.zeros([], tl.int32)
-    filtered = index < 0
-    if ADJUSTED:
-        is_adjusted = tl.load(duties + row)
-        adjusted += index.to(tl.int64) * ADJUSTED_STRIDE
-    if FILTERS:
-        top_k = tl.load(top_ks + row)
-        top_p = tl.load(top_ps + row)
-        min_p = tl.load(min_ps + row)
-        filtered = ((top_k > 0) & (top_k < VOCABULARY)) | (top_p < 1.0) | (min_p > 0.0)
-        if ADJUSTED:
-            filtered &= (is_adjusted & _FILTERS) == 0
     source = logits + index.to(tl.int64) * LOGITS_STRIDE
-    highest = tl.max(tile_maxima, axis=0)
     token = tl.zeros([], tl.int32)
     wide = tl.zeros([], tl.int32)
-    if temperature <= 0.0:
-        tile = tl.min(tl.where(tile_maxima == highest, tiles, TILES - 1), axis=0)
-        places = tl.arange(0, TILE)
-        ids = tile * TILE + places
-        x = read_logits(source, adjusted, is_adjusted, ids, ids < VOCABULARY, ADJUSTED)
-        token = tile * TILE + tl.min(tl.where(x == highest, places, TILE - 1), axis=0)
+    if (temperature <= 0.0) | (filtered == 0):
+        token = draw_unfiltered(
+            source, adjusted, is_adjusted, tile_maxima, tile_sums, seed, position, choice, temperature,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
+        )  # fmt: skip
     else:
-        highest = tl.where(highest == float("-inf"), 0.0, highest)  # a broken row: its difference to itself is a number
-        uniform = uniform_draw(seed, position, choice, 0)
-        weights = tile_weights(tile_maxima, tile_sums, highest, temperature)
-        if filtered == 0:
-            token = draw_from_tiles(
-                source, adjusted, is_adjusted, weights.to(tl.float64), highest, float("-inf"), uniform, temperature,
-                ADJUSTED, VOCABULARY, TILES_PAD, TILE,
+        lists += index * TILES
+        candidates += index.to(tl.int64) * CANDIDATES
+        candidate_ids += index.to(tl.int64) * FEW
+        highest = highest_logit(tile_maxima)
+        total = tl.sum(tile_weights(tile_maxima, tile_sums, highest, temperature), axis=0)
+        low = lower_bound(tile_maxima, highest, total, temperature, top_k, top_p, min_p, VOCABULARY, TILES, TILES_PAD)
+        listed = _list_tiles(maxima, lists, low, TILES, TILES_PAD)
+        filled = _list_candidates(
+            source, adjusted, is_adjusted, lists, listed, candidates, candidate_ids, low,
+            ADJUSTED, VOCABULARY, TILE, AT_ONCE, FEW,
+        )  # fmt: skip
+        if filled <= FEW:
+            uniform = uniform_draw(seed, position.to(tl.int64), choice, 0)
+            token = _draw_candidate(
+                candidates, candidate_ids, filled, low, highest, total, uniform, temperature, top_k, top_p, min_p,
+                VOCABULARY, FEW,
             )  # fmt: skip
-        if FILTERS:  # noqa: SIM102 # a constant of the kernel, apart from what a row asks for
-            if filtered:
-                lists += index * TILES
-                candidates += index.to(tl.int64) * CANDIDATES
-                candidate_ids += index.to(tl.int64) * FEW
-                total = tl.sum(weights, axis=0)
-                low = lower_bound(
-                    tile_maxima, highest, total, temperature, top_k, top_p, min_p, VOCABULARY, TILES, TILES_PAD
-                )
-                listed = _list_tiles(maxima, lists, low, TILES, TILES_PAD)
-                filled = _list_candidates(
-                    source, adjusted, is_adjusted, lists, listed, candidates, candidate_ids, low,
-                    ADJUSTED, VOCABULARY, TILE, AT_ONCE, FEW,
-                )  # fmt: skip
-                if filled <= FEW:
-                    token = _draw_candidate(
-                        candidates, candidate_ids, filled, low, highest, total, uniform, temperature, top_k, top_p,
-                        min_p, VOCABULARY, FEW,
-                    )  # fmt: skip
-                wide = (filled > FEW).to(tl.int32)
-    if FILTERS:
-        tl.store(is_wide + index, wide)
-    token = tl.minimum(token, VOCABULARY - 1)
+        wide = (filled > FEW).to(tl.int32)
+    tl.store(is_wide + index, wide)
     tl.store(token_ids + index, token)
     tl.store(row_token_ids + row, token)
 
@@ -272,20 +265,22 @@ def sample(
     """
     if not len(logits):
         return
+    if not filters:
+        sum_tiles(logits, where, settings, workspace, adjusted, (token_ids, row_token_ids))
+        return
     sum_tiles(logits, where, settings, workspace, adjusted)
     draw = Draw(logits, where, settings, workspace, token_ids, row_token_ids, adjusted)
     _draw_kernel[(len(logits),)](
         *draw.arguments(),
         workspace.candidate_ids,
         **draw.constants(),
-        FILTERS=filters,
         AT_ONCE=_LISTED_AT_ONCE,
         FEW=workspace.candidate_ids.shape[1],
         num_warps=_DRAW_WARPS,
         maxnreg=_DRAW_REGISTERS,
+        **overlap_options(logits.device),
     )
-    if filters:
-        draw_wide_rows(draw)
+    draw_wide_rows(draw)
 
 
 def sample_reference(logits: torch.Tensor, where: LogitRows, settings: RowSettings) -> torch.Tensor:

@@ -12,7 +12,7 @@ Written for few readings, and not yet timed on a GPU: `python -m benchmarks.samp
 
 from __future__ import annotations
 
-from asyncllm.kernels.language import constexpr, jit, tl
+from asyncllm.kernels.language import await_previous, constexpr, jit, launch_next, overlap_options, tl
 from asyncllm.kernels.logit_tiles import draw_from_tiles, lower_bound, read_logits, tile_weights
 from asyncllm.kernels.sampled_rows import Draw
 from asyncllm.kernels.thresholds import largest_threshold, number_of, order_of
@@ -287,10 +287,13 @@ def _draw_wide_kernel(
     AT_ONCE: tl.constexpr,
     SAMPLE: tl.constexpr,
     AIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
     if index >= tl.load(num_rows):
         return
+    await_previous(OVERLAP)
+    launch_next(OVERLAP)
     if tl.load(is_wide + index) == 0:
         return
     row = tl.load(rows + index)
@@ -377,4 +380,5 @@ def draw_wide_rows(draw: Draw) -> None:
         AIM=most * 7 // 8,  # the guess of how many there are is not exact
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
+        **overlap_options(draw.logits.device),
     )

@@ -84,6 +84,7 @@ def run(
     tokens = torch.full((count + spare,), -7, dtype=torch.int32, device=device)
     by_row = torch.full((len(stored.seed),), -7, dtype=torch.int32, device=device)
     module.sample(logits.clone(), where, stored, workspace, token_ids=tokens, row_token_ids=by_row, filters=filters)
+    assert not workspace.arrivals.any()
     assert tokens[count:].tolist() == [-7] * spare
     assert by_row[torch.tensor(rows, device=device)].tolist() == tokens[:count].tolist()
     assert int((by_row == -7).sum()) == len(by_row) - count

@@ -34,10 +34,39 @@ def test_every_filter(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_many_draws_without_filters(device: torch.device) -> None:
-    settings = [Setting(temperature=0.5 + 0.1 * i, seed=i, choice=i % 3) for i in range(20)]
+    settings = [Setting(temperature=0.1 * i, seed=i, choice=i % 3) for i in range(20)]
     logits = make_logits(21, torch.float32, seed=1).to(device)
     actual, expected = run(sampling, logits, settings, list(range(20)), filters=False)
     assert actual == expected
+
+
+def draws_without_filters(module: ModuleType, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tokens are the reference's, of rows that several programs read; what is banned is among them."""
+    banned = Setting(suppress_before=10, suppressed=(20, 4096, 9990))
+    settings = [Setting(seed=3), Setting(temperature=0.0), banned, replace(banned, temperature=0.0), Setting(choice=2)]
+    logits = make_logits(6, dtype, seed=6, scale=0.5, vocabulary=10_000).to(device)
+    logits[1, 9000:9990:10] = 30.0
+    logits[2:4, [20, 4096, 9990]] = 30.0
+    logits[4, 300:4500] = torch.nan
+    actual, expected = run(module, logits, settings, [5, 6, 7, 8, 9], filters=False)
+    return actual == expected
+
+
+def test_without_filters(dtype: torch.dtype, device: torch.device) -> None:
+    assert draws_without_filters(sampling, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("!= tl.num_programs(1) - 1", "< tl.num_programs(1) - 2"),
+        ("tl.store(arrivals + index, 0)", "tl.store(arrivals + index, 1)"),
+        ("seed, position.to(tl.int64), choice, 0", "seed, position.to(tl.int64) + 1, choice, 0"),
+    ],
+)
+def test_planted_fault_without_filters_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
+    with mutant(logit_tiles, tmp_path, right, wrong, user=sampling) as user, pytest.raises(AssertionError):
+        assert draws_without_filters(user, torch.float32, device)
 
 
 @pytest.mark.parametrize("scale", [0.5, 8.0])
@@ -130,11 +159,9 @@ def test_random_settings(seed: int, device: torch.device) -> None:
     ("right", "wrong"),
     [
         ("inside = (slots < listed)[:, None] & (ids < VOCABULARY)", "inside = (slots < listed)[:, None]"),
-        ("tl.min(tl.where(tile_maxima == highest, tiles, TILES - 1), axis=0)", "tl.program_id(0) + TILES - 1"),
-        ("tl.where(x == highest, places, TILE - 1)", "tl.where(x == highest, TILE - 1 - places, TILE - 1)"),
         ("kept = tl.where(x >= threshold, weights, 0.0)", "kept = tl.where(x > threshold, weights, 0.0)"),
         ("0.0, top_p * total, threshold", "0.0, top_p, threshold"),
-        ("seed, position, choice, 0", "seed, position, choice + 1, 0"),
+        ("seed, position.to(tl.int64), choice, 0", "seed, position.to(tl.int64), choice + 1, 0"),
     ],
 )  # fmt: skip
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
@@ -145,7 +172,9 @@ def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device:
 @pytest.mark.parametrize(
     ("module", "right", "wrong"),
     [
-        (logit_tiles, "ids < VOCABULARY, ADJUSTED)\n    else", "ids < 20 + VOCABULARY, ADJUSTED)\n    else"),
+        (logit_tiles, "ids < VOCABULARY, ADJUSTED)\n        _sum", "ids < 20 + VOCABULARY, ADJUSTED)\n        _sum"),
+        (logit_tiles, "tl.where(tile_maxima == highest, tiles, TILES - 1)", "TILES - 1 + 0 * tiles"),
+        (logit_tiles, "tl.where(x == highest, places, TILE - 1)", "TILE - 1 - tl.where(x == highest, places, 0)"),
         (logit_tiles, "before = tl.max(tl.where(tiles < tile", "before = tl.max(tl.where(tiles < tile - 1"),
         (thresholds, "(above + sums >= need)", "(above + sums + 1.0 >= need)"),
     ],
