@@ -43,7 +43,7 @@ class EngineConfig:
     quantization: Quantization = "auto"
     """"auto" keeps the packed weights of a file packed where that is faster; "none" unpacks them to `dtype`."""
     device: str = "auto"
-    """"auto", "cpu", "cuda" or "cuda:N"."""
+    """"auto", "cpu", "cuda" or "cuda:N". "auto" is the first GPU, and the CPU only where there is none."""
     load_format: LoadFormat = "auto"
     """Which weights of a folder to read; "dummy" fills random ones from a config.json alone."""
     revision: str | None = None

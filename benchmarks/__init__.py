@@ -10,6 +10,7 @@ What the engine costs, without a model:
 
 - `planning`   a step of the scheduler alone, beside as many increments of an attribute
 - `engine_cost`   a token through the whole engine, beside an `asyncio.Queue`
+- `lock_releases`   how often a step gives the interpreter lock up, by part
 - `http_cost`  a streamed token of the HTTP server, beside a bare handler of the same server
 
 What a host and its clients see:

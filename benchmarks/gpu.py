@@ -42,6 +42,7 @@ from asyncllm.workloads import (
 )
 from benchmarks.child import CHECK, FIRST, settle_heap
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
+from benchmarks.lock_releases import PARTS, count_releases
 from benchmarks.model_folders import model_folder, model_names
 from benchmarks.startup import process_age
 from benchmarks.step_profile import DeviceEvent, StepLoad, StepProfile, profile_steps
@@ -50,6 +51,7 @@ ROOT = Path(__file__).parent
 SETTINGS = EngineConfig(
     device="cuda", load_format="dummy", max_num_seqs=256, max_batched_tokens=8192, max_model_len=8192
 )
+_LOCK_ROWS = 128
 BOUND = 0.5
 """Logits. Those of random weights spread over some 9, so that a wrong token lies about 4 under the largest."""
 
@@ -78,6 +80,7 @@ class Report:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
     profiles: dict[str, StepProfile] = field(default_factory=dict)  # by what the steps are
+    lock_releases: dict[str, float] = field(default_factory=dict)  # of a decode step, by part of it
     check: Check | None = None
 
     def write(self, path: Path) -> None:
@@ -190,6 +193,8 @@ async def measure_model(folder: Path, order: Order, report: Report, path: Path) 
             for count in order.rows:
                 keep_profile(report, path, f"decode, {count} rows", await profile_decode(engine, model_config, count))
             keep_profile(report, path, "prefill, 4,096 tokens", await profile_prefill(engine, model_config, 4096))
+            report.lock_releases = await count_releases(engine, _LOCK_ROWS)
+            print("interpreter lock given up, times a step:", report.lock_releases, flush=True)
         report.memory_bytes = dict(engine.statistics().memory_bytes)
         print(memory(report), flush=True)
     return [Sample(prompt=list(r.token_ids), output=list(o)) for r, o in zip(requests, outputs, strict=True)]
@@ -202,7 +207,7 @@ async def measure_pass(
     before, graphs, kernels = engine.statistics().step_times, work.graphs, work.kernels
     measurement = await measure_engine(engine, workload, requests)
     times = engine.statistics().step_times
-    thread = {name: each_step(name, before, times) for name in ("schedule", "launch", "wait", "apply", "deliver")}
+    thread = {name: each_step(name, before, times) for name in PARTS}
     later = measurement.first_token_seconds[workload.concurrency :]
     found = Pass(
         figures=Figures.of(measurement),

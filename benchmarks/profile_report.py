@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lock_releases import PARTS
 from benchmarks.step_profile import BANDWIDTH, OPERATIONS, RoleTime
 
 ROOT = Path(__file__).parent
-PARTS = ("schedule", "launch", "wait", "apply", "deliver")
 
 
 def cells(*values: object) -> str:
@@ -88,6 +88,26 @@ def host_part(passes: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def lock_part(releases: dict[str, float]) -> list[str]:
+    """How often that thread gives the interpreter lock up."""
+    if not releases:
+        return []
+    return [
+        "### Interpreter lock given up by the engine's thread, times a decode step of 128 rows",
+        "",
+        *table(
+            ("", *PARTS, "all"),
+            [
+                [
+                    "measured beside a spinning thread",
+                    *(f"{releases[part]:.1f}" for part in PARTS),
+                    f"{sum(releases.values()):.1f}",
+                ]
+            ],
+        ),
+    ]
+
+
 def report(results: Iterable[Path]) -> str:
     """The page."""
     lines = [
@@ -109,6 +129,7 @@ def report(results: Iterable[Path]) -> str:
         for name, profile in found["profiles"].items():
             lines += profile_part(name, profile)
         lines += host_part(found["passes"])
+        lines += lock_part(found.get("lock_releases", {}))
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -134,6 +134,24 @@ def test_clean_tree_has_no_violations(tmp_path: Path) -> None:
     assert planted(tmp_path, files) == []
 
 
+# --- kernels ---
+
+
+def test_a_fault_is_planted_in_every_kernel() -> None:
+    """Each module with code for a device is one that a test in `tests/kernels` makes faulty copies of; but for
+    `language`, which computes nothing."""
+    modules = (ROOT / "asyncllm/kernels").glob("*.py")
+    compiled = {path.stem for path in modules if re.search(r"^@jit", path.read_text(encoding="utf-8"), re.MULTILINE)}
+    faulty: set[str] = set()
+    for path in (ROOT / "tests/kernels").glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "with mutant(" in text:
+            (names,) = re.findall(r"^from asyncllm\.kernels import (.+)$", text, re.MULTILINE)
+            faulty |= set(names.split(", "))
+    assert len(compiled) > 15
+    assert compiled - faulty == {"language"}
+
+
 # --- the documents name what is there ---
 
 # `folder/file.py`, `folder/`, or a file at the top such as `Makefile`, in backticks

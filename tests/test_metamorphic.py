@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Blocks of 16: hardly more than the longest request needs, which for windows alone is what one step computes.
 SMALL_POOLS = {"llama": 15, "windows_only": 8, "mixed_windows": 24}
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+NAMES = tuple(DEFAULTS)
 SHARED = list(range(40, 90))  # 50 ids: three full blocks of 16 and a bit
 
 
@@ -88,6 +90,15 @@ def parameters() -> list[SamplingParams]:
         SamplingParams(seed=25, max_tokens=20, top_n_sigma=1.5, min_p=0.02, bad_words=["a", "e"]),
         SamplingParams(seed=26, max_tokens=0, prompt_logprobs=0),
         SamplingParams(seed=27, max_tokens=12, truncate_prompt_tokens=9, detokenize=False),
+        SamplingParams(  # special tokens, and what they look like beside each other
+            temperature=0,
+            max_tokens=20,
+            ignore_eos=True,
+            logit_bias={0: 20.0, 1: 20.0, 2: 20.0},
+            frequency_penalty=1.7,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+        ),
     ]
 
 
@@ -155,6 +166,15 @@ def hooked() -> list[SamplingParams]:
         ),
         SamplingParams(temperature=0, max_tokens=30, on_token=look),
         SamplingParams(temperature=0, max_tokens=40, dry_multiplier=2.0, dry_allowed_length=1, ignore_eos=True),
+        SamplingParams(
+            temperature=0,
+            max_tokens=40,
+            dry_multiplier=1.5,
+            dry_base=1.2,
+            dry_penalty_last_n=30,
+            dry_sequence_breakers=["a", "."],
+            ignore_eos=True,
+        ),
         SamplingParams(temperature=0, max_tokens=40, repetition_detection=loop, ignore_eos=True),
         SamplingParams(seed=43, max_tokens=30, bad_words=["ab", "e t", "the"]),
     ]
@@ -331,6 +351,11 @@ def baseline(model: Path, device: str) -> list[Any]:
     return asyncio.run(run())
 
 
+def test_every_parameter_is_in_the_table() -> None:
+    given = {name for request in requests() for name in NAMES if getattr(request.params, name) != DEFAULTS[name]}
+    assert given == set(NAMES)
+
+
 def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> None:
     answers = [choices for *_, choices, _, _ in baseline]
     finishes = [choices[0][3] for choices in answers]
@@ -339,6 +364,8 @@ def test_requests_of_the_table_exercise_what_they_claim(baseline: list[Any]) -> 
     assert any(isinstance(reason, str) for reason in stop_reasons)
     assert any(isinstance(reason, int) for reason in stop_reasons)
     assert len({choices[0][1] for choices in answers}) > 14  # the answers differ from one another
+    compact = next(i for i, each in enumerate(requests()) if not each.params.spaces_between_special_tokens)
+    assert {0, 1, 2} <= set(answers[compact][0][1])
 
 
 LONG = [name for name in VARIANTS if name.startswith("process_")]

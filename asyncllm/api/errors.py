@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,6 +32,8 @@ from asyncllm.errors import (
     RequestError,
     RequestFailed,
 )
+from asyncllm.params import SamplingParams
+from asyncllm.structured import StructuredOutput
 
 
 class ApiError(Exception):
@@ -153,7 +155,12 @@ def _is_union_branch(part: str | int) -> bool:
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict", "none"))
 
 
+_FIELDS = frozenset(field.name for kind in (SamplingParams, StructuredOutput) for field in fields(kind)).union(
+    ("tools", "tool_choice", "request_id", "priority", "cache_salt", "chat_template_kwargs")
+)
+
+
 def _named_field(message: str) -> str | None:
-    """Messages of `InvalidParamsError` begin with the field's name."""
-    found = re.match(r"[a-z]+(_[a-z]+)*\b", message)
-    return found[0] if found else None
+    """Messages of `InvalidParamsError` begin with the field's name, where one field is at fault."""
+    found = re.match(r"\w+", message)
+    return found[0] if found and found[0] in _FIELDS else None

@@ -40,9 +40,9 @@ class Grammars:
     def _vocabulary(self) -> GrammarVocabulary:
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise GrammarError("structured output needs a tokenizer, which this model does not have")
+            raise GrammarError("structured_output needs a tokenizer, which this model does not have")
         if tokenizer.table is None:
-            raise GrammarError("structured output needs tokens that stand for fixed bytes; this tokenizer's do not")
+            raise GrammarError("structured_output needs tokens that stand for fixed bytes; this tokenizer's do not")
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)

@@ -133,10 +133,14 @@ class GrammarCompiler:
             raise GrammarError(f"{structured.kind} cannot be compiled: {error!s:.200}") from None
         if matcher.is_error():
             raise GrammarError(f"{structured.kind} cannot be compiled: {_reason(matcher)}")
+        start = self._start(matcher)
         try:
-            legal = self._start(matcher).mask()
-        except GrammarError as error:
-            raise GrammarError(f"{structured.kind}: no output can satisfy it: {error}") from None
+            legal = start.mask()
+            start.accept(start.forced())  # where much is forced, what explodes does so here, and not in an answer
+            if not start.finished:
+                start.mask()
+        except GrammarError:
+            raise GrammarError(f"{structured.kind}: no output can satisfy it: {start.reason()}") from None
         if not legal.any() and not matcher.is_accepting():
             raise GrammarError(f"{structured.kind}: no output can satisfy it with this tokenizer")
         return matcher
@@ -185,10 +189,14 @@ class GrammarConstraint:
         """The same state, to go on with on its own."""
         return GrammarConstraint(self._matcher.deep_copy(), self._size, self._total)
 
+    def reason(self) -> str:
+        """Why it cannot go on."""
+        return _reason(self._matcher)
+
     def _check(self) -> None:
         # first of all: a matcher that failed allows the end of the sequence
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {_reason(self._matcher)}")
+            raise GrammarError(f"structured_output: the grammar cannot go on: {self.reason()}")
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
-from asyncllm.kernels.uniform_linear import uniform_linear, uniform_linear_reference
+from asyncllm.kernels import uniform_linear
+from tests.kernels.mutants import mutant
 from tests.kernels.precision import assert_as_good
 
 
@@ -18,11 +22,34 @@ def test_equals_reference(
 ) -> None:
     x, weight = normal(rows, inputs).to(device, dtype), normal(outputs, inputs).to(device, dtype)
     bias = normal(outputs).to(device, dtype) if biased else None
-    exact = uniform_linear_reference(x.float(), weight.float(), None if bias is None else bias.float())
+    exact = uniform_linear.uniform_linear_reference(x.float(), weight.float(), None if bias is None else bias.float())
     plain = torch.nn.functional.linear(x, weight, bias)
-    assert_as_good(uniform_linear(x, weight, bias), exact, plain)
+    assert_as_good(uniform_linear.uniform_linear(x, weight, bias), exact, plain)
+
+
+def check_bands(module: ModuleType, device: torch.device) -> None:
+    """More rows than a band of tiles, and more outputs than a tile."""
+    x, weight, bias = normal(32 * 9 + 5, 48).to(device), normal(70, 48).to(device), normal(70).to(device)
+    actual, expected = module.uniform_linear(x, weight, bias), module.uniform_linear_reference(x, weight, bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_more_rows_than_a_band_of_tiles(device: torch.device) -> None:
-    x, weight = normal(32 * 9 + 5, 16).to(device), normal(70, 16).to(device)
-    torch.testing.assert_close(uniform_linear(x, weight), uniform_linear_reference(x, weight), rtol=1e-5, atol=1e-5)
+    check_bands(uniform_linear, device)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("x.load([first_row, first])", "x.load([0, first])"),
+        ("x.load([first_row, first])", "x.load([first_row, 0])"),
+        ("weight.load([first_output, first])", "weight.load([0, first])"),
+        ("tl.load(bias + outputs,", "tl.load(bias + outputs // 2,"),
+        ("band + program % (8 * across) % height", "band + program % (8 * across) // across"),
+        ("first_output = program % (8 * across) // height", "first_output = program % (8 * across) // 8"),
+        ("row = first_row + tl.arange", "row = tl.arange"),
+    ],
+)
+def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
+    with mutant(uniform_linear, tmp_path, right, wrong) as module, pytest.raises(AssertionError):
+        check_bands(module, device)

@@ -214,6 +214,7 @@ def test_structural_tags_with_special_tokens() -> None:
         ({"regex": r"(a)\1"}, "backreferences"),
         ({"regex": "[^\\s\\S]"}, "no output can satisfy"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "nest"),
+        ({"regex": "a{1000000}{1000}"}, "regex: no output can satisfy it: lexer error"),
         ({"grammar": "start: foo"}, "foo"),
         ({"grammar": "root ::= foo"}, "foo"),
         ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "recursion"),

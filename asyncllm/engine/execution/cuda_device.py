@@ -18,17 +18,23 @@ _LEAST_CAPABILITY = (8, 0)
 def find_cuda_device(name: str) -> torch.device | None:
     """The GPU that the setting `device` means; None for the CPU.
 
-    "auto" means the first GPU where one is usable, else the CPU. Raises `ConfigError` where a GPU is asked for by name
-    and is not usable.
+    "auto" means the first GPU that is usable, and the CPU only where torch sees none. Raises `ConfigError` where a GPU
+    is asked for by name and is not usable, and where torch sees some but none is usable: who has a GPU must ask for the
+    CPU.
     """
     if name == "cpu":
         return None
-    index = int(name.partition(":")[2] or 0)
+    if name == "auto":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            return None
+        usable = [index for index in range(count) if _unusable(index) is None]
+        index = usable[0] if usable else 0
+    else:
+        index = int(name.partition(":")[2] or 0)
     reason = _unusable(index)
     if reason is None:
         return torch.device("cuda", index)
-    if name == "auto":
-        return None
     raise ConfigError(f'device={name!r}: {reason}; device="cpu" would do')
 
 

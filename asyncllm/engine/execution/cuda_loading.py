@@ -108,11 +108,7 @@ def _build(order: _Order, model_config: ModelConfig, space: CudaSpace) -> Loaded
     config = _with_defaults(config, model_config)
     workspace = _workspace_bytes(config, model_config, dtype)
     free = torch.cuda.mem_get_info(device)[0]
-    if weights + workspace > free:
-        raise InsufficientMemoryError(
-            f"the weights take {megabytes(weights)} as {dtype_name(dtype)} and a step about {megabytes(workspace)}, "
-            f"and {megabytes(free)} are free on {device}"
-        )
+    _check_room(weights, workspace, free, f"as {dtype_name(dtype)} on {device}")
     sizes = choose_sizes(config, model_config, cache_dtype, free - weights - workspace)
     # no shorter than what the first run needs
     length = max(sizes.max_model_len, LEAST_LENGTH)
@@ -149,6 +145,21 @@ def _build(order: _Order, model_config: ModelConfig, space: CudaSpace) -> Loaded
     memory["graphs"] = 0
     executor.serve(memory)
     return Loaded(executor, ring, turn, sizes.facts(config, model, memory, placement))
+
+
+def _check_room(weights: int, workspace: int, free: int, where: str) -> None:
+    """All in bytes. Beside them there must be some room for a cache, which `choose_sizes` looks at."""
+    if weights + workspace <= free:
+        return
+    would_do = (
+        "a smaller max_batched_tokens or max_num_seqs takes less"
+        if weights < free
+        else f'with {megabytes(weights + workspace)} and a cache it would run; so would device="cpu"'
+    )
+    raise InsufficientMemoryError(
+        f"the weights take {megabytes(weights)} {where}, and a step about {megabytes(workspace)}; "
+        f"{megabytes(free)} are free: {would_do}"
+    )
 
 
 def _check_supported(model: ModelConfig) -> None:

@@ -112,9 +112,11 @@ def choose_sizes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, f
     if affordable < needed:
         fitting = _longest(layout, affordable, step_tokens, max_model_len)
         if config.max_model_len is not None or fitting == 0:
+            least = (layout.request_blocks(layout.block_size, step_tokens) + 1) * block_bytes
+            would_do = f"max_model_len={fitting} would fit" if fitting else f"the shortest needs {megabytes(least)}"
             raise InsufficientMemoryError(
                 f"one request of {max_model_len} tokens needs {megabytes((needed + 1) * block_bytes)} of KV cache, and "
-                f"there are {megabytes((affordable + 1) * block_bytes)}: max_model_len={fitting} would fit"
+                f"there are {megabytes((affordable + 1) * block_bytes)}: {would_do}"
             )
         # the layout stays: windows that are now longer than the context do no harm
         max_model_len, needed = fitting, affordable

@@ -49,8 +49,12 @@ def test_a_context_that_was_asked_for_does_not_shrink() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(InsufficientMemoryError, match="max_model_len=0"):
+    """A request's one block, beside the null block."""
+    with pytest.raises(InsufficientMemoryError, match=r"there are 0\.0 MB: the shortest needs 0\.0 MB"):
         sizes(BLOCK)
+    with pytest.raises(InsufficientMemoryError, match="the shortest"):
+        sizes(kv_cache_memory=2 * BLOCK - 1)
+    assert sizes(kv_cache_memory=2 * BLOCK).max_model_len == 16
 
 
 def test_given_blocks_are_taken_as_they_are() -> None:
