@@ -175,8 +175,8 @@ def variants() -> Iterator[Variant]:
             sizes = {"_AT_ONCE": at_once, "_WARPS": warps, "_REGISTERS": registers, "_SAMPLE": taken}
             yield Variant(wide_rows, sizes, "top-p 0.9", "flat bfloat16")
     for logits, name in (("peaked float32", "_WIDE_PROGRAMS"), ("peaked bfloat16", "_PROGRAMS")):
-        for at_once, stages, programs in ((8, 4, 8), (16, 2, 8), (16, 3, 4), (16, 3, 6), (16, 4, 4), (32, 3, 3)):
-            sizes = {"_AT_ONCE": at_once, "_STAGES": stages, name: programs}
+        for at_once, stages, count in ((8, 4, 8), (16, 2, 8), (16, 3, 4), (16, 3, 6), (16, 4, 4), (32, 3, 3)):
+            sizes = {"_AT_ONCE": at_once, "_STAGES": stages, name: count}
             yield Variant(logit_tiles, sizes, "temperature", logits)
     for listed, warps, registers in product((4, 8, 16), (4, 8), (96, 168, 255)):
         sizes = {"_LISTED_AT_ONCE": listed, "_DRAW_WARPS": warps, "_DRAW_REGISTERS": registers}

@@ -6,8 +6,6 @@ weighed, what is between them is listed, and so what was guessed is known: wheth
 in the list then, and the draw takes what tiles hold from the same reading and the list. Where the guess was wrong, the
 bounds are moved to their neighbours; where that is wrong too, or the list is too short (many equal logits), the range
 that is left is halved until it holds no more than the list has room for. Sums over tiles and over the list are float64.
-
-Written for few readings, and not yet timed on a GPU: `python -m benchmarks.sampling`.
 """
 
 from __future__ import annotations

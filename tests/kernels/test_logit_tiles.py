@@ -62,7 +62,8 @@ def test_maxima_and_sums(
     multiprocessors: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one program a row, and with one for each group of tiles."""
-    monkeypatch.setattr(logit_tiles, "_PROGRAMS", 5)
+    for name in ("_PROGRAMS", "_WIDE_PROGRAMS"):
+        monkeypatch.setattr(logit_tiles, name, 5)
     monkeypatch.setattr(logit_tiles, "multiprocessors", lambda _: multiprocessors)
     check(logit_tiles, dtype, device)
 

@@ -44,7 +44,7 @@ def draws_without_filters(module: ModuleType, dtype: torch.dtype, device: torch.
     """Whether tokens are the reference's, of rows that several programs read; what is banned is among them."""
     banned = Setting(suppress_before=10, suppressed=(20, 4096, 9990))
     settings = [Setting(seed=3), Setting(temperature=0.0), banned, replace(banned, temperature=0.0), Setting(choice=2)]
-    logits = make_logits(6, dtype, seed=6, scale=0.5, vocabulary=10_000).to(device)
+    logits = make_logits(7, dtype, seed=6, scale=0.5, vocabulary=10_000).to(device)
     logits[1, 9000:9990:10] = 30.0
     logits[2:4, [20, 4096, 9990]] = 30.0
     logits[4, 300:4500] = torch.nan
