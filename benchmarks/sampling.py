@@ -174,10 +174,9 @@ def variants() -> Iterator[Variant]:
         for taken in (4096, 8192):
             sizes = {"_AT_ONCE": at_once, "_WARPS": warps, "_REGISTERS": registers, "_SAMPLE": taken}
             yield Variant(wide_rows, sizes, "top-p 0.9", "flat bfloat16")
-    for logits, name in (("peaked float32", "_WIDE_PROGRAMS"), ("peaked bfloat16", "_PROGRAMS")):
-        for at_once, stages, count in ((8, 4, 8), (16, 2, 8), (16, 3, 4), (16, 3, 6), (16, 4, 4), (32, 3, 3)):
-            sizes = {"_AT_ONCE": at_once, "_STAGES": stages, name: count}
-            yield Variant(logit_tiles, sizes, "temperature", logits)
+    for logits in ("peaked float32", "peaked bfloat16"):
+        for at_once, warps in ((8, 2), (8, 4), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8)):
+            yield Variant(logit_tiles, {"_AT_ONCE": at_once, "_WARPS": warps}, "temperature", logits)
     for listed, warps, registers in product((4, 8, 16), (4, 8), (96, 168, 255)):
         sizes = {"_LISTED_AT_ONCE": listed, "_DRAW_WARPS": warps, "_DRAW_REGISTERS": registers}
         yield Variant(sampling, sizes, "top-k 50, top-p 0.9", "peaked bfloat16")

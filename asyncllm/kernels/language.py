@@ -116,6 +116,8 @@ def overlap_options(device: torch.device, wanted: bool = True) -> dict[str, bool
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
+    if device.type == "meta":  # stands for the GPU there is: what is launched on it is only compiled
+        return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 

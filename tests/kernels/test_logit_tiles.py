@@ -57,14 +57,7 @@ def check(module: ModuleType, dtype: torch.dtype, device: torch.device, vocabula
         assert torch.equal(results[0][0][3], logits[3]) == (others is not None)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 100])
-def test_maxima_and_sums(
-    multiprocessors: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one program a row, and with one for each group of tiles."""
-    for name in ("_PROGRAMS", "_WIDE_PROGRAMS"):
-        monkeypatch.setattr(logit_tiles, name, 5)
-    monkeypatch.setattr(logit_tiles, "multiprocessors", lambda _: multiprocessors)
+def test_maxima_and_sums(dtype: torch.dtype, device: torch.device) -> None:
     check(logit_tiles, dtype, device)
 
 
@@ -78,7 +71,7 @@ def test_less_than_a_group(dtype: torch.dtype, device: torch.device) -> None:
         ("(banned // TILE >= first)", "(banned // TILE > first)"),
         ("(is_adjusted == 0) & (position", "(position"),
         ("tl.where(temperature > 0.0, temperature, 1.0)\n    size", "1.0\n    size"),
-        ("tl.where(is_broken, first, last_whole)", "last_whole"),
+        ("if is_broken | (part", "if (part"),
         ("lines % AT_ONCE * TILE + lines // AT_ONCE * LINE", "lines * LINE"),
         ("first_own = tl.where(is_adjusted == 0", "first_own = tl.where(is_adjusted != 0"),
     ],
