@@ -44,9 +44,6 @@ LEAST_SHARED = 256
 _NEVER_SPLIT = 1 << 24
 """Blocks of a part: more than any context has."""
 
-_SHARED_BYTES = 220_000
-"""Shared memory that the stages of a program may take."""
-
 _WAVES = 16
 """Units that every multiprocessor gets in turn, where tiles are long: the last ones are then of a size."""
 
@@ -117,7 +114,6 @@ class AttentionPlan:
     """
 
     shape: AttentionShape
-    cache_dtype: torch.dtype
     max_tokens: int
     max_sequences: int
     small: Tiling
@@ -134,26 +130,15 @@ class AttentionPlan:
     members: torch.Tensor  # [sequences, MEMBER_FIELDS] int32: those of the shared tiles, tile by tile
     compared: torch.Tensor  # [1] int32, sequences compared; zero between launches
 
-    def tiling(self, *, small: bool, tokens: int) -> Tiling:
-        """Of a list, in a step of so many tokens. One token's small tile has a part a multiprocessor instead of two,
-        that reads twice as far ahead."""
-        if not small:
-            return self.large
-        if tokens > 1 or not self.small.rows:
-            return self.small
-        stage_bytes = 2 * self.small.keys * next_power_of_2(self.shape.head_dim) * self.cache_dtype.itemsize
-        stages = max(self.small.stages, min(2 * self.small.stages, _SHARED_BYTES // stage_bytes))
-        return replace(self.small, warps=4, stages=stages, share=max(1, self.small.share // 2))
-
     @property
     def mates(self) -> int:
         """Sequences that a shared tile has room for."""
         return self.shared_rows // self.shape.group
 
-    def units(self, *, small: bool, tokens: int) -> int:
+    def units(self, tiling: Tiling, tokens: int) -> int:
         """The most units of one list that a step of `tokens` tokens can have."""
-        most, tiling = min(tokens, self.max_sequences), self.tiling(small=small, tokens=tokens)
-        if small:
+        most = min(tokens, self.max_sequences)
+        if tiling is self.small:
             if not tiling.rows:
                 return 0
             if most == 1:
@@ -260,7 +245,6 @@ def make_attention_plan(
     empty = zeros(0, FIELDS)
     plan = AttentionPlan(
         shape=shape,
-        cache_dtype=dtype,
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         small=small,
@@ -281,8 +265,8 @@ def make_attention_plan(
     )
     return replace(
         plan,
-        small_units=zeros(max(plan.units(small=True, tokens=n) for n in (1, max_tokens)), FIELDS),
-        large_units=zeros(plan.units(small=False, tokens=max_tokens), FIELDS),
+        small_units=zeros(max(plan.units(small, n) for n in (1, max_tokens)), FIELDS),
+        large_units=zeros(plan.units(large, max_tokens), FIELDS),
     )
 
 
@@ -641,7 +625,7 @@ def plan_attention(
     Common prefixes are looked for in `block_table` [rows, most blocks] int32, dense, where given: that of all layers
     which use the plan.
     """
-    shape, (small, large) = plan.shape, (plan.tiling(small=each, tokens=tokens) for each in (True, False))
+    shape, small, large = plan.shape, plan.small, plan.large
     programs = min(tokens, plan.max_sequences)
     device = sequences.rows.device
     lanes = plan.prefixes.shape[1]
@@ -676,8 +660,8 @@ def plan_attention(
         sequences.context_lens,
         sequences.rows,
         sequences.num_sequences,
-        plan.units(small=True, tokens=tokens),
-        plan.units(small=False, tokens=tokens),
+        plan.units(small, tokens),
+        plan.units(large, tokens),
         GROUP=shape.group,
         WINDOW=shape.window or 0,
         SMALL_ROWS=small.rows,

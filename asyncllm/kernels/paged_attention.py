@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from asyncllm.kernels.attention_plan import FIELDS, MEMBER_FIELDS, AttentionPlan, AttentionShape, Sequences
+from asyncllm.kernels.attention_plan import FIELDS, MEMBER_FIELDS, AttentionPlan, AttentionShape, Sequences, Tiling
 from asyncllm.kernels.language import (
     TensorDescriptor,
     await_previous,
@@ -545,9 +545,9 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for small in (True, False) if chunks or not plan.small.rows else (True,):
-        if not small or plan.small.rows:
-            _launch_attention(output, query, cache, block_table, plan, small, scale, soft_cap, sinks, overlap)
+    for tiling in (plan.small, plan.large) if chunks or not plan.small.rows else (plan.small,):
+        if tiling.rows:
+            _launch_attention(output, query, cache, block_table, plan, tiling, scale, soft_cap, sinks, overlap)
     return output
 
 
@@ -557,13 +557,13 @@ def _launch_attention(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     plan: AttentionPlan,
-    is_small: bool,
+    tiling: Tiling,
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     overlap: bool,
 ) -> None:
-    shape, tiling = plan.shape, plan.tiling(small=is_small, tokens=query.shape[0])
+    shape, is_small = plan.shape, tiling is plan.small
     _, blocks, kv_heads, block_size, dim = cache.shape
     padded = next_power_of_2(dim)
     # what a program merges at once: enough to keep loads in flight, 64 numbers a thread
@@ -572,7 +572,7 @@ def _launch_attention(
     descriptor = cache
     if tiling.descriptors:
         descriptor = TensorDescriptor.from_tensor(cache.view(-1, dim), [tiling.keys, padded])
-    _attention_kernel[(plan.units(small=is_small, tokens=query.shape[0]) * kv_heads,)](
+    _attention_kernel[(plan.units(tiling, query.shape[0]) * kv_heads,)](
         output,
         query,
         cache,
