@@ -283,9 +283,9 @@ class ShortStep:
                 times.append(start.elapsed_time(end) * 1e3 / 3)
         return float(statistics.median(times))
 
-    def warm_up(self, batch: ForwardBatch) -> None:
-        """What a first launch allocates must not be in a graph."""
-        self.use(ProductTable({}))
+    def warm_up(self, batch: ForwardBatch, table: ProductTable) -> None:
+        """What a first launch allocates must not be in a graph; `table` leaves products to the library."""
+        self.use(table)
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             self.model.forward(batch)
@@ -306,11 +306,11 @@ def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
     """The table with other choices for so many rows."""
     original = table
     batch = step.batch(rows)
-    step.warm_up(batch)
     products = products_of(step.config)
     nothing = table
     for product in products:
         nothing = nothing.with_choice(product, rows, None)
+    step.warm_up(batch, nothing)
     library, before = step.microseconds(batch, nothing), step.microseconds(batch, table)
     choices: dict[Product, list[AnyTiling | None]] = {
         product: [None, *checked_tilings(product, rows)] for product in products

@@ -27,7 +27,7 @@ from asyncllm.kernels.thresholds import largest_threshold
 from asyncllm.kernels.uniform_draw import uniform_draw
 
 # Measured on an H200, 256 rows of 151,936.
-_AT_ONCE = 16  # tiles of a program
+_AT_ONCE = 32  # tiles of a program
 _WARPS = 4
 
 
