@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling [--rows 256] [--vocabulary 151936] [--sweep] [--output FILE]
 
-Times are of many launches replayed from a CUDA graph, over copies of the logits that no cache holds. `--sweep` tries other
-sizes of programs than those that the kernels are set to.
+Times are of many launches replayed from a CUDA graph, over copies of the logits that no cache holds. `--sweep` tries
+other sizes of programs than those that the kernels are set to.
 """
 
 from __future__ import annotations
