@@ -15,12 +15,13 @@ from torch import Tensor
 
 from asyncllm.engine.execution.cpu_embedder import TextFeatures
 from asyncllm.engine.execution.device_thread import Answer, DeviceThread
+from asyncllm.engine.execution.kernel_batch import make_batch_builder
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
 from asyncllm.engine.execution.prompt_scores import PromptReader, extended
 from asyncllm.engine.execution.row_state import Int64Array, RowState
 from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.sampler import SampledRows, processed, sample
-from asyncllm.engine.execution.step_batch import BatchBuilder, lay_out_tokens
+from asyncllm.engine.execution.step_batch import lay_out_tokens
 from asyncllm.engine.execution.step_outputs import lay_out_outputs
 from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
 from asyncllm.engine.plan import (
@@ -50,7 +51,7 @@ class StepExecutor:
         self._layout = layout
         self._cache = cache
         self._rows = rows
-        self._builder = BatchBuilder(layout, cache, needs_lengths=model.rotary.length_dependent)
+        self._builder = make_batch_builder(model, layout, cache)
         self._broken_rows: set[int] = set()
 
     def text_features(self, token_ids: Int32Array) -> TextFeatures:
