@@ -74,9 +74,8 @@ struct Workspace {
 
   // A thread's: a product's input of few rows, what a product or an attention needs. All layers have one shape.
   static int64_t own_bytes(const Decoder &model, const Step &step) {
-    const int64_t widest = widest_input(model);
     const int64_t scores = 4 * std::max<int64_t>(kHeadsAtOnce, 1) * (step.longest + 32);
-    const int64_t work = std::max({product_scratch_bytes(widest), scores, chunk_scratch_bytes(model.heads())});
+    const int64_t work = std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads())});
     return (few_bytes(model) + work + 4095) / 4096 * 4096;
   }
 
@@ -270,8 +269,7 @@ void asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
 }
 
 int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int64_t threads) {
-  return (rows + 31) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * (product_scratch_bytes(matrix->inputs) + 64) +
-         64;
+  return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
 }
 
 // out [rows, outputs] in bfloat16 or float32 = x Wᵀ + b, of x [rows, inputs] in bfloat16 or of its norm.
@@ -279,8 +277,8 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
                       int64_t to_float, std::uint8_t *workspace, int64_t threads, int64_t tiles) {
   const int64_t inputs = matrix->inputs, width = matrix->outputs / (matrix->activation == kNone ? 1 : 2);
   const Form form = form_of(*matrix, rows, tiles);
-  const int64_t stride = row_bytes(form, inputs), scratch_bytes = (product_scratch_bytes(inputs) + 63) / 64 * 64;
-  std::uint8_t *prepared = workspace + threads * scratch_bytes;
+  const int64_t stride = row_bytes(form, inputs);
+  std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
   const Sink sink{to_float ? Sink::kStoreFloat : Sink::kStore, out, width};
   run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
@@ -291,7 +289,7 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
       else put_row(form, to, inputs, source);
     }
     team.wait();
-    std::uint8_t *scratch = workspace + team.thread * scratch_bytes;
+    std::uint8_t *scratch = workspace + team.thread * product_scratch_bytes(inputs);
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;

@@ -125,6 +125,8 @@ struct Rows {
   Form form;
   const std::uint8_t *data;
   int64_t stride;  // bytes of a row
+
+  const std::uint8_t *tile(int64_t row, int64_t group) const { return data + row * stride + group * 2 * kGroup; }
 };
 
 // What a product gives for one block of a row: `gate` is that of the block before.
@@ -133,6 +135,12 @@ inline void finish(const Matrix &w, const Sink &sink, int64_t row, int64_t block
   if (w.activation == kNone) return sink.take(row, block * kFeatures, value);
   if (w.bias) gate = _mm512_add_ps(gate, _mm512_loadu_ps(w.bias + (block - 1) * kFeatures));
   sink.take(row, block / 2 * kFeatures, _mm512_mul_ps(activate(gate, w.activation), value));
+}
+
+// The processor's own prefetcher stops at the end of each 4096 bytes; what lies behind a matrix is the next one.
+inline void prefetch_ahead(const std::uint8_t *at, int64_t bytes) {
+  constexpr int64_t kAhead = 5120;
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(at + kAhead + i), _MM_HINT_T0);
 }
 
 template <int M>
@@ -144,6 +152,7 @@ inline void multiply_block_4(const Matrix &w, int64_t block, const std::uint8_t 
   for (int64_t group = 0; group < groups; ++group, at += 320) {
     __m512i upper[M], lower[M];
     for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
+    prefetch_ahead(at, 320);
 #pragma GCC unroll 4
     for (int quad = 0; quad < 4; ++quad) {
       const __m512i both = _mm512_load_si512(at + 64 * quad);
@@ -179,6 +188,7 @@ inline void multiply_block_8(const Matrix &w, int64_t block, const std::uint8_t 
   for (int64_t group = 0; group < groups; ++group, at += 576) {
     __m512i upper[M], lower[M];
     for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
+    prefetch_ahead(at, 576);
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; ++quad) {
       const __m512i codes = _mm512_load_si512(at + 64 * quad);
@@ -209,6 +219,7 @@ inline void multiply_block_16(const Matrix &w, int64_t block, const std::uint8_t
   for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
   for (int64_t pair = 0; pair < w.inputs / 2; pair += 2, at += 128) {
     const __m512i first = _mm512_load_si512(at), second = _mm512_load_si512(at + 64);
+    prefetch_ahead(at, 128);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const auto *row = reinterpret_cast<const int *>(x + m * stride);
@@ -249,28 +260,24 @@ inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x
 
 #ifdef __AMX_BF16__
 
-// A block's weights as a tile: 16 rows of a pair of inputs of each feature, rounded to bfloat16.
+// A block's weights as a tile: 16 rows of a pair of inputs of each feature, in bfloat16. Of a float32 the upper half is
+// taken, which is up to a whole unit too small; so weights are made larger by what that takes away on average.
 template <int Bits>
 inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
   constexpr int kCodes = kFeatures * kGroup * Bits / 8;
-  const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes)));
-  const __m512 zero = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes + 32)));
+  const __m512 larger = _mm512_set1_ps(1.0f + 0.6931472f / 256.0f);
+  const __m512 scale = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes))), larger);
+  const __m512 zero = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes + 32))), larger);
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i half = _mm512_set1_epi32(0x8000), byte = _mm512_set1_epi32(255);
-  __m512i upper_words;  // of two vectors, in turn
-  {
-    alignas(64) std::uint16_t order[32];
-    for (int i = 0; i < 16; ++i) {
-      order[2 * i] = static_cast<std::uint16_t>(2 * i + 1);
-      order[2 * i + 1] = static_cast<std::uint16_t>(32 + 2 * i + 1);
-    }
-    upper_words = _mm512_load_si512(order);
-  }
+  const __m512i byte = _mm512_set1_epi32(255);
+  const __m512i upper_halves = _mm512_add_epi32(  // of two vectors, in turn
+      _mm512_set1_epi32(0x00210001), _mm512_mullo_epi32(_mm512_set1_epi32(0x00020002), _mm512_setr_epi32(
+          0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   const auto weights = [&](__m512i codes, int shift) {
     const __m512i moved = _mm512_srli_epi32(codes, shift);
     const __m512 code = Bits == 4 ? _mm512_permutexvar_ps(moved, numbers)
                                   : _mm512_cvtepi32_ps(_mm512_and_si512(moved, byte));
-    return _mm512_add_epi32(_mm512_castps_si512(_mm512_fmadd_ps(code, scale, zero)), half);
+    return _mm512_castps_si512(_mm512_fmadd_ps(code, scale, zero));
   };
 #pragma GCC unroll 8
   for (int quad = 0; quad < Bits; ++quad) {
@@ -280,85 +287,126 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair) {
         const __m512i even = weights(codes, 16 * pair + 4 * upper), odd = weights(codes, 16 * pair + 8 + 4 * upper);
-        const __m512i row = _mm512_permutex2var_epi16(even, upper_words, odd);
+        const __m512i row = _mm512_permutex2var_epi16(even, upper_halves, odd);
         _mm512_store_si512(tile + 64 * (2 * quad + 8 * upper + pair), row);
       }
     }
   }
 }
 
-// Two blocks of features as tiles, in turn along the input.
-inline void put_strip(const Matrix &w, int64_t block, int64_t second, std::uint8_t *strip) {
-  for (int64_t group = 0; group < w.groups(); ++group) {
-    for (const int64_t each : {block, second}) {
-      const std::uint8_t *from = w.block(each, group);
-      if (w.bits == 4) put_tile<4>(strip, from);
-      else if (w.bits == 8) put_tile<8>(strip, from);
-      else std::memcpy(strip, from, kTileBytes);
-      strip += kTileBytes;
-    }
+// The tile of a block: made in `room`, or where it is.
+inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group, std::uint8_t *room) {
+  const std::uint8_t *from = w.block(block, group);
+  if (w.bits == 16) return from;
+  prefetch_ahead(from, w.block_bytes());
+  w.bits == 4 ? put_tile<4>(room, from) : put_tile<8>(room, from);
+  return room;
+}
+
+// Sums of the tiles 0 to 3 become the product of up to 32 rows with two blocks of features.
+inline void finish_tiles(const Matrix &w, const Sink &sink, int64_t row, int64_t count, int64_t block, int64_t second,
+                         float *sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (count > 16) {
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
   }
+  for (int64_t m = 0; m < count; ++m) {
+    const float *at = sums + (m / 16) * 512 + (m % 16) * 16;
+    const __m512 left = _mm512_load_ps(at), right = _mm512_load_ps(at + 256);
+    if (w.activation == kNone) finish(w, sink, row + m, block, left, left);
+    if (second > block) finish(w, sink, row + m, second, left, right);
+  }
+}
+
+// Tiles 0 to 3 += up to 32 rows' inputs of one group, 32 or 16 rows of it, by two tiles of weights.
+template <bool Wide>
+inline void multiply_tiles(const std::uint8_t *x, int64_t stride, const std::uint8_t *left, const std::uint8_t *right) {
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, left, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, right, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  if (Wide) {
+    _tile_loadd(5, x + 16 * stride, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+inline void zero_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
 }
 
 inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / kGroup); }
 
-// By the matrix unit: 32 features at a time become tiles, which all rows are multiplied with. Rows are read 16 at a time,
-// past the last one too; `scratch` has room for a strip and four tiles.
-inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink,
-                              std::uint8_t *scratch) {
-  const int64_t blocks = w.outputs / kFeatures, groups = w.groups();
-  const Range range = team.share((blocks + 1) / 2);
-  auto *sums = reinterpret_cast<float *>(scratch + strip_bytes(w.inputs));
-  for (int64_t unit = range.begin; unit < range.end; ++unit) {
-    const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
-    put_strip(w, block, second, scratch);
-    for (int64_t row = 0; row < rows; row += 32) {
-      const bool wide = row + 16 < rows;
-      const std::uint8_t *first = x.data + row * x.stride, *next = first + (wide ? 16 * x.stride : 0);
-      const std::uint8_t *tile = scratch;
-      _tile_zero(0);
-      _tile_zero(1);
-      if (wide) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t group = 0; group < groups; ++group, tile += 2 * kTileBytes) {
-          _tile_loadd(4, first + 64 * group, x.stride);
-          _tile_loadd(6, tile, 64);
-          _tile_loadd(7, tile + kTileBytes, 64);
-          _tile_loadd(5, next + 64 * group, x.stride);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-      } else {
-        for (int64_t group = 0; group < groups; ++group, tile += 2 * kTileBytes) {
-          _tile_loadd(4, first + 64 * group, x.stride);
-          _tile_loadd(6, tile, 64);
-          _tile_loadd(7, tile + kTileBytes, 64);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(1, 4, 7);
-        }
-      }
-      _tile_stored(0, sums, 64);
-      _tile_stored(1, sums + 256, 64);
-      const int64_t count = std::min<int64_t>(32, rows - row);
-      for (int64_t m = 0; m < count; ++m) {
-        const float *at = sums + (m / 16) * 512 + (m % 16) * 16;
-        const __m512 left = _mm512_load_ps(at), right = _mm512_load_ps(at + 256);
-        if (w.activation == kNone) finish(w, sink, row + m, block, left, left);
-        if (second > block) finish(w, sink, row + m, second, left, right);
-      }
+// Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait for
+// the stores.
+template <bool Wide>
+inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second, const Sink &sink,
+                          std::uint8_t *scratch) {
+  constexpr int64_t kBehind = 2, kRoom = 4;  // groups
+  const int64_t groups = w.groups();
+  const std::uint8_t *left[kRoom], *right[kRoom];
+  zero_tiles();
+  for (int64_t group = 0; group < groups + kBehind; ++group) {
+    if (group < groups) {
+      std::uint8_t *room = scratch + group % kRoom * 2 * kTileBytes;
+      left[group % kRoom] = tile_of(w, block, group, room);
+      right[group % kRoom] = tile_of(w, second, group, room + kTileBytes);
     }
+    const int64_t ready = group - kBehind;
+    if (ready >= 0) multiply_tiles<Wide>(x.tile(0, ready), x.stride, left[ready % kRoom], right[ready % kRoom]);
+  }
+  finish_tiles(w, sink, 0, rows, block, second, reinterpret_cast<float *>(scratch + kRoom * 2 * kTileBytes));
+}
+
+// More rows: a strip of weights is made once for all of them.
+inline void multiply_strip(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second, const Sink &sink,
+                           std::uint8_t *scratch) {
+  const int64_t groups = w.groups();
+  auto *sums = reinterpret_cast<float *>(scratch + strip_bytes(w.inputs));
+  const bool made = w.bits < 16;
+  for (int64_t group = 0; group < groups && made; ++group) {
+    std::uint8_t *room = scratch + 2 * kTileBytes * group;
+    tile_of(w, block, group, room);
+    tile_of(w, second, group, room + kTileBytes);
+  }
+  const std::uint8_t *left = made ? scratch : w.block(block, 0), *right = made ? scratch + kTileBytes : w.block(second, 0);
+  const int64_t step = made ? 2 * kTileBytes : kTileBytes;
+  for (int64_t row = 0; row < rows; row += 32) {
+    zero_tiles();
+    for (int64_t group = 0; group < groups; ++group) {
+      multiply_tiles<true>(x.tile(row, group), x.stride, left + step * group, right + step * group);
+    }
+    finish_tiles(w, sink, row, std::min<int64_t>(32, rows - row), block, second, sums);
   }
 }
+
+// By the matrix unit, 32 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has
+// `product_scratch_bytes`.
+inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink,
+                              std::uint8_t *scratch) {
+  const int64_t blocks = w.outputs / kFeatures;
+  const Range range = team.share((blocks + 1) / 2);
+  for (int64_t unit = range.begin; unit < range.end; ++unit) {
+    const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
+    if (rows > 32) multiply_strip(w, x, rows, block, second, sink, scratch);
+    else if (rows > 16) multiply_once<true>(w, x, rows, block, second, sink, scratch);
+    else multiply_once<false>(w, x, rows, block, second, sink, scratch);
+  }
+}
+
+inline int64_t product_scratch_bytes(int64_t inputs) { return strip_bytes(inputs) + 12 * kTileBytes; }
 #else
-inline int64_t strip_bytes(int64_t) { return 0; }
+inline int64_t product_scratch_bytes(int64_t) { return 0; }
 #endif
 
-// Each thread takes a part of the features. `scratch` is its own: see `product_scratch_bytes`.
+// Each thread takes a part of the features. `scratch` is its own, of `product_scratch_bytes`.
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink, bool tiles,
                      std::uint8_t *scratch) {
 #ifdef __AMX_BF16__
@@ -366,7 +414,5 @@ inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t r
 #endif
   multiply_by_vectors(team, w, x, rows, sink);
 }
-
-inline int64_t product_scratch_bytes(int64_t inputs) { return strip_bytes(inputs) + 4 * kTileBytes; }
 
 }  // namespace asyncllm
