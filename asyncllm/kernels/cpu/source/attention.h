@@ -29,9 +29,9 @@ struct History {
   Heads heads;
 
   int64_t line_size() const { return 2 * heads.keys * heads.dim; }
-  bf16 *line(int64_t position) const {
-    const auto at = static_cast<std::uint32_t>(position), size = static_cast<std::uint32_t>(block_size);
-    return cache + (table[at / size] * block_size + at % size) * line_size();
+  bf16 *line(int64_t position) const {  // blocks have a power of two of tokens
+    const int64_t block = table[position >> __builtin_ctzll(block_size)];
+    return cache + (block * block_size + (position & (block_size - 1))) * line_size();
   }
   bf16 *key(int64_t position, int64_t head) const { return line(position) + head * heads.dim; }
   bf16 *value(int64_t position, int64_t head) const { return line(position) + (heads.keys + head) * heads.dim; }
@@ -79,6 +79,21 @@ inline void turn_and_write(bf16 *qkv, const History &history, int64_t position, 
   std::memcpy(history.value(position, head), qkv + (heads.queries + heads.keys + head) * heads.dim, 2 * heads.dim);
 }
 
+// Asks for the keys and values that `attend_token` is going to read: they lie in lines of their own, which no processor
+// foresees. Of a long history the first ones; it asks for the others itself.
+constexpr int64_t kKeysAhead = 128;
+
+inline void prefetch_keys(const History &history, int64_t first, int64_t last, int64_t head) {
+  const int64_t bytes = 2 * history.heads.dim, values = 2 * history.heads.keys * history.heads.dim;
+  for (int64_t key = first; key <= last; ++key) {
+    const auto *at = reinterpret_cast<const char *>(history.key(key, head));
+    for (int64_t i = 0; i < bytes; i += 64) {
+      _mm_prefetch(at + i, _MM_HINT_T1);
+      _mm_prefetch(at + values + i, _MM_HINT_T1);
+    }
+  }
+}
+
 // Keys `first` to `last` of one KV head for H of its queries [H, dim]; `scores` has room for H · (keys + 16) floats.
 template <int Vectors, int H>
 inline void attend_by_vectors(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
@@ -90,6 +105,8 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
   for (int64_t start = 0; start < count; start += 16) {
     const bf16 *keys[16];
     for (int64_t i = 0; i < 16; ++i) keys[i] = history.key(first + std::min(start + i, count - 1), head);
+    const int64_t ahead = first + start + kKeysAhead;
+    prefetch_keys(history, ahead, std::min(ahead + 15, last), head);
     const auto inside = static_cast<__mmask16>(count - start >= 16 ? 0xffff : (1u << (count - start)) - 1);
     for (int h = 0; h < H; ++h) {
       __m512 dots[16];
@@ -258,17 +275,18 @@ inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t
   const __m512 factor = _mm512_set1_ps(scale * kLog2E), hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   const __m512i oldest = _mm512_sub_epi32(positions, _mm512_set1_epi32(static_cast<int>(std::min<int64_t>(window, 1 << 30))));
   const __m512 before = _mm512_load_ps(most);
-  __m512 largest = before;
+  __m512 highest = hidden;
   for (int64_t key = 0; key < count; ++key) {
-    __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + 16 * key), factor);
+    __m512 score = _mm512_load_ps(scores + 16 * key);
     if (cut) {
       const __m512i at = _mm512_set1_epi32(static_cast<int>(start + key));
       const __mmask16 seen = _mm512_cmple_epi32_mask(at, positions) & _mm512_cmpgt_epi32_mask(at, oldest);
       score = _mm512_mask_mov_ps(hidden, seen, score);
+      _mm512_store_ps(scores + 16 * key, score);
     }
-    _mm512_store_ps(scores + 16 * key, score);
-    largest = _mm512_max_ps(largest, score);
+    highest = _mm512_max_ps(highest, score);
   }
+  const __m512 largest = _mm512_max_ps(before, _mm512_mul_ps(highest, factor));
   alignas(64) std::uint16_t order[32];
   for (int i = 0; i < 16; ++i) {
     order[2 * i] = static_cast<std::uint16_t>(i);
@@ -277,8 +295,8 @@ inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t
   const __m512i in_turn = _mm512_load_si512(order);
   __m512 added = _mm512_setzero_ps();
   for (int64_t key = 0; key < count; key += 2) {
-    const __m512 even = exp2(_mm512_sub_ps(_mm512_load_ps(scores + 16 * key), largest));
-    const __m512 odd = exp2(_mm512_sub_ps(_mm512_load_ps(scores + 16 * key + 16), largest));
+    const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key), factor, largest));
+    const __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key + 16), factor, largest));
     added = _mm512_add_ps(added, _mm512_add_ps(even, odd));
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
     _mm512_store_si512(weights + 32 * key, _mm512_permutexvar_epi16(in_turn, both));

@@ -109,6 +109,8 @@ class Pass {
   void run_layer(const Layer &layer, int64_t index) {
     const Sink stream{Sink::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
+    const Range single = team_.share(step_.singles * model_.keys);
+    if (single.begin < single.end) ask_for(layer, single.begin);  // it comes while the product is made
     product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Sink::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer, index);
     team_.wait();
@@ -180,12 +182,20 @@ class Pass {
                  reinterpret_cast<float *>(scratch_));
   }
 
+  // The keys of a single token's head.
+  void ask_for(const Layer &layer, int64_t task) {
+    const int64_t token = task / model_.keys, position = step_.positions[token];
+    const int64_t first = std::max<int64_t>(0, position - layer.window + 1);
+    prefetch_keys(history(layer, token), first, std::min(position - 1, first + kKeysAhead - 1), task % model_.keys);
+  }
+
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(model_.dim)); }
 
   void attend(const Layer &layer, int64_t index) {
     const int64_t heads = model_.keys, singles = step_.singles;
     const Range single = team_.share(singles * heads);
     for (int64_t task = single.begin; task < single.end; ++task) {
+      if (task + 1 < single.end) ask_for(layer, task + 1);
       turn_head(layer, task / heads, task % heads);
       attend_one(layer, task / heads, task % heads);
     }

@@ -269,14 +269,14 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
   const __m512 scale = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes))), larger);
   const __m512 zero = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(block + kCodes + 32))), larger);
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i byte = _mm512_set1_epi32(255);
+  const __m512i first_bytes = _mm512_set4_epi32(0x8080800c, 0x80808008, 0x80808004, 0x80808000);  // of dwords
   const __m512i upper_halves = _mm512_add_epi32(  // of two vectors, in turn
       _mm512_set1_epi32(0x00210001), _mm512_mullo_epi32(_mm512_set1_epi32(0x00020002), _mm512_setr_epi32(
           0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   const auto weights = [&](__m512i codes, int shift) {
-    const __m512i moved = _mm512_srli_epi32(codes, shift);
-    const __m512 code = Bits == 4 ? _mm512_permutexvar_ps(moved, numbers)
-                                  : _mm512_cvtepi32_ps(_mm512_and_si512(moved, byte));
+    const __m512i bytes = _mm512_add_epi32(first_bytes, _mm512_set1_epi32(shift / 8));
+    const __m512 code = Bits == 4 ? _mm512_permutexvar_ps(_mm512_srli_epi32(codes, shift), numbers)
+                                  : _mm512_cvtepi32_ps(_mm512_shuffle_epi8(codes, bytes));
     return _mm512_castps_si512(_mm512_fmadd_ps(code, scale, zero));
   };
 #pragma GCC unroll 8
