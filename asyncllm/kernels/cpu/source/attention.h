@@ -27,6 +27,7 @@ struct History {
   const int64_t *table;
   int64_t block_size;
   Heads heads;
+  int64_t asked;  // keys that are on their way already: the first that are read
 
   int64_t line_size() const { return 2 * heads.keys * heads.dim; }
   bf16 *line(int64_t position) const {  // blocks have a power of two of tokens
@@ -79,18 +80,14 @@ inline void turn_and_write(bf16 *qkv, const History &history, int64_t position, 
   std::memcpy(history.value(position, head), qkv + (heads.queries + heads.keys + head) * heads.dim, 2 * heads.dim);
 }
 
-// Asks for the keys and values that `attend_token` is going to read: they lie in lines of their own, which no processor
-// foresees. Of a long history the first ones; it asks for the others itself.
-constexpr int64_t kKeysAhead = 128;
+constexpr int64_t kKeysAhead = 64;  // that a history is asked for before it is read
 
-inline void prefetch_keys(const History &history, int64_t first, int64_t last, int64_t head) {
-  const int64_t bytes = 2 * history.heads.dim, values = 2 * history.heads.keys * history.heads.dim;
+// Asks for keys and values of all KV heads, line after line.
+inline void prefetch_keys(const History &history, int64_t first, int64_t last) {
+  const int64_t bytes = 2 * history.line_size();
   for (int64_t key = first; key <= last; ++key) {
-    const auto *at = reinterpret_cast<const char *>(history.key(key, head));
-    for (int64_t i = 0; i < bytes; i += 64) {
-      _mm_prefetch(at + i, _MM_HINT_T1);
-      _mm_prefetch(at + values + i, _MM_HINT_T1);
-    }
+    const auto *at = reinterpret_cast<const char *>(history.line(key));
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_next(at + i);
   }
 }
 
@@ -105,8 +102,8 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
   for (int64_t start = 0; start < count; start += 16) {
     const bf16 *keys[16];
     for (int64_t i = 0; i < 16; ++i) keys[i] = history.key(first + std::min(start + i, count - 1), head);
-    const int64_t ahead = first + start + kKeysAhead;
-    prefetch_keys(history, ahead, std::min(ahead + 15, last), head);
+    const int64_t ahead = start + kKeysAhead;
+    if (head == 0 && ahead >= history.asked) prefetch_keys(history, first + ahead, std::min(first + ahead + 15, last));
     const auto inside = static_cast<__mmask16>(count - start >= 16 ? 0xffff : (1u << (count - start)) - 1);
     for (int h = 0; h < H; ++h) {
       __m512 dots[16];

@@ -84,12 +84,75 @@ struct Workspace {
   }
 };
 
+inline History history_of(const Decoder &model, const Step &step, const Layer &layer, int64_t token, int64_t asked) {
+  const int64_t *table = step.tables[layer.group] + step.rows[token] * step.table_width;
+  return {layer.cache, table, model.block_size, model.heads(), asked};
+}
+
+// The first key that a token sees.
+inline int64_t first_key(const Layer &layer, int64_t position) { return std::max<int64_t>(0, position - layer.window + 1); }
+
+// What the tokens that are alone in their rows are going to read from the cache in the next layer. It lies in pieces that no
+// processor foresees; so a thread asks for its part of it little by little, while it computes the products before.
+class Ahead {
+ public:
+  Ahead(const Team &team, const Decoder &model, const Step &step) : model_(model), step_(step) {
+    const Range tasks = team.share(step.singles * model.keys);
+    tokens_ = {tasks.begin / model.keys, (tasks.end + model.keys - 1) / model.keys};
+    if (tasks.begin == tasks.end) tokens_.end = tokens_.begin;
+    const int64_t count = std::max<int64_t>(1, tokens_.end - tokens_.begin);
+    most_ = kBytes / (4 * model.keys * model.dim) / count;
+    int64_t keys = 0;
+    for (int64_t token = tokens_.begin; token < tokens_.end; ++token) keys += std::min(step.positions[token] + 1, most_);
+    at_once_ = keys * 2 * kFeatures * team.threads / model.layers[0].qkv.outputs + 1;
+    token_ = tokens_.end;
+  }
+
+  int64_t most() const { return most_; }  // keys of each token
+
+  void start(const Layer &layer) {
+    layer_ = &layer;
+    token_ = tokens_.begin;
+    begin_token();
+  }
+
+  void ask() {
+    for (int64_t left = at_once_; left > 0 && token_ < tokens_.end;) {
+      const int64_t count = std::min(left, last_ - key_ + 1);
+      prefetch_keys(history_of(model_, step_, *layer_, token_, 0), key_, key_ + count - 1);
+      left -= count;
+      key_ += count;
+      if (key_ > last_) {
+        ++token_;
+        begin_token();
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kBytes = 1 << 20;  // about half of a second-level cache
+
+  void begin_token() {
+    if (token_ >= tokens_.end) return;
+    const int64_t position = step_.positions[token_];
+    key_ = first_key(*layer_, position);
+    last_ = std::min(position, key_ + most_ - 1);
+  }
+
+  const Decoder &model_;
+  const Step &step_;
+  Range tokens_;
+  int64_t most_, at_once_;
+  const Layer *layer_ = nullptr;
+  int64_t token_, key_ = 0, last_ = 0;
+};
+
 // One thread's way through the layers.
 class Pass {
  public:
   Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, std::atomic<int64_t> *tasks)
       : team_(team), model_(model), step_(step), heads_(model.heads()), tiles_(tiles), tasks_(tasks),
-        cut_{step.workspace}, space_(model, step, cut_, team.thread),
+        ahead_(team, model, step), cut_{step.workspace}, space_(model, step, cut_, team.thread),
         scratch_(space_.own + Workspace::few_bytes(model)) {}
 
   void run() {
@@ -109,8 +172,7 @@ class Pass {
   void run_layer(const Layer &layer, int64_t index) {
     const Sink stream{Sink::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
-    const Range single = team_.share(step_.singles * model_.keys);
-    if (single.begin < single.end) ask_for(layer, single.begin);  // it comes while the product is made
+    ahead_.start(layer);
     product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Sink::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer, index);
     team_.wait();
@@ -121,7 +183,7 @@ class Pass {
   }
 
   void product(const Matrix &matrix, const Rows &input, const Sink &sink) {
-    multiply(team_, matrix, input, step_.tokens, sink, tiles_, scratch_);
+    multiply(team_, matrix, input, step_.tokens, sink, tiles_, scratch_, [&] { ahead_.ask(); });
     team_.wait();
   }
 
@@ -160,8 +222,7 @@ class Pass {
   }
 
   History history(const Layer &layer, int64_t token) const {
-    const int64_t *table = step_.tables[layer.group] + step_.rows[token] * step_.table_width;
-    return {layer.cache, table, model_.block_size, heads_};
+    return history_of(model_, step_, layer, token, ahead_.most());
   }
 
   bf16 *qkv(int64_t token) const { return space_.qkv + token * heads_.width(); }
@@ -176,17 +237,10 @@ class Pass {
 
   void attend_one(const Layer &layer, int64_t token, int64_t head) {
     const int64_t position = step_.positions[token], offset = head * heads_.group() * model_.dim;
-    const int64_t first = std::max<int64_t>(0, position - layer.window + 1);
+    const int64_t first = first_key(layer, position);
     bf16 *out = space_.attended + token * heads_.queries * model_.dim + offset;
     attend_token(qkv(token) + offset, history(layer, token), first, position, head, scale(), out,
                  reinterpret_cast<float *>(scratch_));
-  }
-
-  // The keys of a single token's head.
-  void ask_for(const Layer &layer, int64_t task) {
-    const int64_t token = task / model_.keys, position = step_.positions[token];
-    const int64_t first = std::max<int64_t>(0, position - layer.window + 1);
-    prefetch_keys(history(layer, token), first, std::min(position - 1, first + kKeysAhead - 1), task % model_.keys);
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(model_.dim)); }
@@ -195,7 +249,6 @@ class Pass {
     const int64_t heads = model_.keys, singles = step_.singles;
     const Range single = team_.share(singles * heads);
     for (int64_t task = single.begin; task < single.end; ++task) {
-      if (task + 1 < single.end) ask_for(layer, task + 1);
       turn_head(layer, task / heads, task % heads);
       attend_one(layer, task / heads, task % heads);
     }
@@ -240,6 +293,7 @@ class Pass {
   const Heads heads_;
   const bool tiles_;
   std::atomic<int64_t> *tasks_;  // of each layer: pieces of chunks that were taken
+  Ahead ahead_;
   Cut cut_;
   Workspace space_;
   std::uint8_t *scratch_;
@@ -303,10 +357,10 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, sink, true, scratch);
+      return multiply(team, *matrix, {form, prepared, stride}, rows, sink, true, scratch, [] {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, sink, false, scratch);
+    multiply(team, *matrix, {form, prepared, stride}, rows, sink, false, scratch, [] {});
   });
 }
 }

@@ -140,7 +140,7 @@ inline void finish(const Matrix &w, const Sink &sink, int64_t row, int64_t block
 // The processor's own prefetcher stops at the end of each 4096 bytes; what lies behind a matrix is the next one.
 inline void prefetch_ahead(const std::uint8_t *at, int64_t bytes) {
   constexpr int64_t kAhead = 5120;
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(at + kAhead + i), _MM_HINT_T0);
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(at + kAhead + i);
 }
 
 template <int M>
@@ -246,10 +246,13 @@ inline void multiply_some(const Matrix &w, const Rows &x, int64_t row, int64_t b
 }
 
 // By vectors: weights are read once for all rows, where a block of features stays in the nearest cache.
-inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink) {
+template <class Between>
+inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink,
+                                Between &&between) {
   const int64_t step = w.activation == kNone ? 1 : 2;
   const Range range = team.share(w.outputs / kFeatures / step);
   for (int64_t unit = range.begin; unit < range.end; ++unit) {
+    between();
     int64_t row = 0;
     for (; row + kFewRows <= rows; row += kFewRows) multiply_some<4>(w, x, row, unit * step, sink);
     if (rows - row == 3) multiply_some<3>(w, x, row, unit * step, sink);
@@ -389,12 +392,14 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t rows, int64_t
 
 // By the matrix unit, 32 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has
 // `product_scratch_bytes`.
+template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink,
-                              std::uint8_t *scratch) {
+                              std::uint8_t *scratch, Between &&between) {
   const int64_t blocks = w.outputs / kFeatures;
   const Range range = team.share((blocks + 1) / 2);
   for (int64_t unit = range.begin; unit < range.end; ++unit) {
     const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
+    between();
     if (rows > 32) multiply_strip(w, x, rows, block, second, sink, scratch);
     else if (rows > 16) multiply_once<true>(w, x, rows, block, second, sink, scratch);
     else multiply_once<false>(w, x, rows, block, second, sink, scratch);
@@ -406,13 +411,15 @@ inline int64_t product_scratch_bytes(int64_t inputs) { return strip_bytes(inputs
 inline int64_t product_scratch_bytes(int64_t) { return 0; }
 #endif
 
-// Each thread takes a part of the features. `scratch` is its own, of `product_scratch_bytes`.
+// Each thread takes a part of the features. `scratch` is its own, of `product_scratch_bytes`. `between` is called for each
+// 16 or 32 of them: it may ask for what is read next.
+template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink, bool tiles,
-                     std::uint8_t *scratch) {
+                     std::uint8_t *scratch, Between &&between) {
 #ifdef __AMX_BF16__
-  if (tiles && rows > kFewRows) return multiply_by_tiles(team, w, x, rows, sink, scratch);
+  if (tiles && rows > kFewRows) return multiply_by_tiles(team, w, x, rows, sink, scratch, between);
 #endif
-  multiply_by_vectors(team, w, x, rows, sink);
+  multiply_by_vectors(team, w, x, rows, sink, between);
 }
 
 }  // namespace asyncllm
