@@ -75,6 +75,7 @@ class KernelProduct(CpuProduct):
     def __init__(self, library: Library, matrix: KernelMatrix, bias: Tensor | None) -> None:
         """`matrix` has no bias; `bias` may be filled until the first product."""
         self.library = library
+        self.output_dtype = torch.bfloat16
         self._matrix = matrix
         self._bias = bias
 
@@ -86,11 +87,13 @@ class KernelProduct(CpuProduct):
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `CpuProduct`."""
-        return kernel_product(self.library, x, self.matrix)
+        return kernel_product(self.library, x, self.matrix, dtype=self.output_dtype)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """See `CpuProduct`."""
-        return kernel_product(self.library, x, self.matrix, norm=norm.weight, eps=norm.eps)
+        return kernel_product(
+            self.library, x, self.matrix, norm=norm.weight, eps=norm.eps, dtype=self.output_dtype
+        )
 
 
 class DenseProduct(CpuProduct):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from asyncllm.kernels.cpu.decoder import DecoderKernel, DecoderLayerWeights, DecoderShape, DecoderStep, takes_head
@@ -70,6 +71,12 @@ class KernelDecoder:
             longest=batch.longest,
         )
         self._kernel(residual.settle(), rotation.cosine, rotation.sine, batch.caches, step)
+
+
+def give_float32(linear: WeightedLayer) -> None:
+    """Let a kernel's product give its sums as they are: of logits, which are adjusted and sampled in float32."""
+    if isinstance(linear, CpuLinear) and isinstance(linear.product, KernelProduct):
+        linear.product.output_dtype = torch.float32
 
 
 def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.embedding import make_embedding
-from asyncllm.layers.kernel_decoder import KernelDecoder, make_kernel_decoder
+from asyncllm.layers.kernel_decoder import KernelDecoder, give_float32, make_kernel_decoder
 from asyncllm.layers.linear import WeightedLayer, make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
@@ -138,7 +138,7 @@ class Llama:
         self._embedding_slot = self.head.tie(self.embedding.weight) if config.tied_head else self.embedding.slot()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
+        """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights or in float32."""
         return self.head.normed(self._residual(batch), self.norm)
 
     def features(self, batch: ForwardBatch) -> Tensor:
@@ -160,6 +160,7 @@ class Llama:
     def join_layers(self) -> None:
         """Once the weights are there: make one kernel of all layers, where the processor has it."""
         self.decoder = make_kernel_decoder(self.layers)
+        give_float32(self.head)
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""
