@@ -368,9 +368,9 @@ inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t 
   finish_tiles(w, sink, 0, rows, block, second, reinterpret_cast<float *>(scratch + kRoom * 2 * kTileBytes));
 }
 
-// More rows: a strip of weights is made once for all of them.
-inline void multiply_strip(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second, const Sink &sink,
-                           std::uint8_t *scratch) {
+// More rows, from `first` to `last`: a strip of weights is made once for all of them.
+inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t block, int64_t second,
+                           const Sink &sink, std::uint8_t *scratch) {
   const int64_t groups = w.groups();
   auto *sums = reinterpret_cast<float *>(scratch + strip_bytes(w.inputs));
   const bool made = w.bits < 16;
@@ -381,28 +381,33 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t rows, int64_t
   }
   const std::uint8_t *left = made ? scratch : w.block(block, 0), *right = made ? scratch + kTileBytes : w.block(second, 0);
   const int64_t step = made ? 2 * kTileBytes : kTileBytes;
-  for (int64_t row = 0; row < rows; row += 32) {
+  for (int64_t row = first; row < last; row += 32) {
     zero_tiles();
     for (int64_t group = 0; group < groups; ++group) {
       multiply_tiles<true>(x.tile(row, group), x.stride, left + step * group, right + step * group);
     }
-    finish_tiles(w, sink, row, std::min<int64_t>(32, rows - row), block, second, sums);
+    finish_tiles(w, sink, row, std::min<int64_t>(32, last - row), block, second, sums);
   }
 }
+
+constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
 // By the matrix unit, 32 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has
 // `product_scratch_bytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink,
                               std::uint8_t *scratch, Between &&between) {
-  const int64_t blocks = w.outputs / kFeatures;
+  const int64_t blocks = w.outputs / kFeatures, at_once = std::max<int64_t>(32, kRowBytes / x.stride / 32 * 32);
   const Range range = team.share((blocks + 1) / 2);
-  for (int64_t unit = range.begin; unit < range.end; ++unit) {
-    const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
-    between();
-    if (rows > 32) multiply_strip(w, x, rows, block, second, sink, scratch);
-    else if (rows > 16) multiply_once<true>(w, x, rows, block, second, sink, scratch);
-    else multiply_once<false>(w, x, rows, block, second, sink, scratch);
+  for (int64_t first = 0; first < rows; first += at_once) {
+    const int64_t last = std::min(first + at_once, rows);
+    for (int64_t unit = range.begin; unit < range.end; ++unit) {
+      const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
+      between();
+      if (rows > 32) multiply_strip(w, x, first, last, block, second, sink, scratch);
+      else if (rows > 16) multiply_once<true>(w, x, rows, block, second, sink, scratch);
+      else multiply_once<false>(w, x, rows, block, second, sink, scratch);
+    }
   }
 }
 
