@@ -1,7 +1,7 @@
 """The forms in which a processor multiplies with a weight matrix, chosen once when the weights are there.
 
-Where our own kernels run (`kernels/cpu`), they take every matrix that they can, in the form that the file has. The other
-forms are torch's.
+Where our own kernels run (`kernels/cpu`), they take every matrix that they can, in the form that the file has. The
+other forms are torch's.
 
 Torch's product of packed 4-bit weights reads a quarter of what bfloat16 takes, which is what counts for few rows; but
 its work grows with the rows, where a product in the processor's own matrix instructions hardly takes longer. So a
@@ -91,9 +91,7 @@ class KernelProduct(CpuProduct):
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """See `CpuProduct`."""
-        return kernel_product(
-            self.library, x, self.matrix, norm=norm.weight, eps=norm.eps, dtype=self.output_dtype
-        )
+        return kernel_product(self.library, x, self.matrix, norm=norm.weight, eps=norm.eps, dtype=self.output_dtype)
 
 
 class DenseProduct(CpuProduct):

@@ -15,7 +15,7 @@ from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.cpu_product import KernelProduct
 from asyncllm.layers.linear import WeightedLayer
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.paged_attention import PagedAttention
+from asyncllm.layers.paged_attention import AttentionLayer
 from asyncllm.layers.residual import Residual
 from asyncllm.layers.rope import Rotation
 
@@ -44,13 +44,40 @@ class KernelBatch:
 class DecoderParts(Protocol):
     """What a layer of the architectures that share Llama's shape is made of."""
 
-    attention_norm: RMSNorm
-    qkv: WeightedLayer
-    attention: Attention | PagedAttention
-    output: WeightedLayer
-    mlp_norm: RMSNorm
-    gate_up: WeightedLayer
-    down: WeightedLayer
+    @property
+    def attention_norm(self) -> RMSNorm:
+        """What the stream goes through to attention."""
+        ...
+
+    @property
+    def qkv(self) -> WeightedLayer:
+        """Queries, keys and values as one product."""
+        ...
+
+    @property
+    def attention(self) -> AttentionLayer:
+        """Between the two products."""
+        ...
+
+    @property
+    def output(self) -> WeightedLayer:
+        """Of what attention gives."""
+        ...
+
+    @property
+    def mlp_norm(self) -> RMSNorm:
+        """What the stream goes through to the feed-forward."""
+        ...
+
+    @property
+    def gate_up(self) -> WeightedLayer:
+        """With the activation."""
+        ...
+
+    @property
+    def down(self) -> WeightedLayer:
+        """Back to the stream."""
+        ...
 
 
 class KernelDecoder:

@@ -47,7 +47,9 @@ def _compiled_kernels() -> Library | None:
     try:
         return load_library(kernel_folder(), cpp_compiler())
     except BuildError as error:
-        logger.warning("no kernels for this processor, so torch's operators compute, at a fraction of the speed: %s", error)
+        logger.warning(
+            "no kernels for this processor, so torch's operators compute, at a fraction of the speed: %s", error
+        )
         return None
 
 
@@ -59,7 +61,9 @@ def product_forms(dtype: torch.dtype, *, packs: bool, copies: bool, native: bool
     # Other processors have no vector code for the packed product.
     packs = packs and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     packs = packs and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-    return ProductForms(library=library, blocked=blocked, packed_rows=_packed_rows(dtype) if packs else {}, copies=copies)
+    return ProductForms(
+        library=library, blocked=blocked, packed_rows=_packed_rows(dtype) if packs else {}, copies=copies
+    )
 
 
 def _packed_rows(dtype: torch.dtype) -> Mapping[int, int]:

@@ -1,7 +1,7 @@
 """All layers of a decoder in one call: norms, products, rotation, cache write, attention (`source/decoder.cpp`).
 
-One call, because what lies between the kernels would take as long as they do: a step of one row has 150 of them, of some
-ten microseconds each. And the interpreter is given up and taken again once, however busy the host keeps it.
+One call, because what lies between the kernels would take as long as they do: a step of one row has 150 of them, of
+some ten microseconds each. And the interpreter is given up and taken again once, however busy the host keeps it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def decoder_reference(
     for layer in layers:
         normed = functional.rms_norm(residual, layer.attention_norm.shape, layer.attention_norm, layer.eps)
         heads = functional.linear(normed, layer.qkv, layer.qkv_bias).view(count, -1, dim)
-        queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+        queries, keys, values = heads.split_with_sizes([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
         queries = turned(queries, layer.query_norm, layer.eps).transpose(0, 1)
         keys = turned(keys, layer.key_norm, layer.eps).transpose(0, 1)
         seen = (distance >= 0) & (distance < (layer.window or count))

@@ -175,13 +175,13 @@ def product_reference(
         return product
     gate, up = product.chunk(2, dim=-1)
     if activation == "silu":
-        return functional.silu(gate) * up
+        return functional.silu(gate).mul_(up)
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none") * up
 
 
 def _lowest(scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Of each group, the weight whose code is the lowest: what an unsigned code counts from."""
-    return zeros - 2 ** (bits - 1) * scales
+    return zeros.sub(scales, alpha=2 ** (bits - 1))
 
 
 def _order(outputs: int, gated: bool) -> Tensor:

@@ -113,7 +113,9 @@ class Model:
             return replace(layer, **{k: v.to(dtype) for k, v in fields.items() if isinstance(v, Tensor)})
 
         tables = self.cosine[:length].to(dtype), self.sine[:length].to(dtype)
-        return decoder_reference(self.shape, [wide(x) for x in self.plain], self.inputs[row, :length].to(dtype), *tables)
+        return decoder_reference(
+            self.shape, [wide(x) for x in self.plain], self.inputs[row, :length].to(dtype), *tables
+        )
 
 
 def assert_near(model: Model, row: int, found: Tensor) -> None:

@@ -82,7 +82,9 @@ def test_weights_are_those_of_the_file(library: Library, bits: int) -> None:
     scales, zeros = weight.scales.half().float(), (64 * weight.scales).half().float()
     weight = GroupedTensor(weight.codes, scales, zeros + 2 ** (bits - 1) * scales, bits)
     matrix, exact = make(weight, bits)
-    found = torch.cat([kernel_product(library, row[None], matrix, dtype=torch.float32) for row in torch.eye(64).bfloat16()])
+    found = torch.cat(
+        [kernel_product(library, row[None], matrix, dtype=torch.float32) for row in torch.eye(64).bfloat16()]
+    )
     torch.testing.assert_close(found.double(), exact.T, rtol=1e-5, atol=1e-6)
 
 
