@@ -18,6 +18,7 @@ from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
+from asyncllm.engine.execution.sampler import SamplerForm
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
@@ -93,8 +94,8 @@ def load_executor(
         "cache": cache.nbytes,
         "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
     }
-    processed = config.logprobs_mode == "processed"
-    executor = StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed)
+    sampling = SamplerForm(config.logprobs_mode == "processed", forms.library)
+    executor = StepExecutor(model, sizes.layout, cache, rows, sampling)
     return executor, sizes.facts(config, model, memory, placement)
 
 

@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "draw.h"
 #include "matrix.h"
 
 namespace asyncllm {
@@ -334,6 +335,18 @@ void asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
 
 int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int64_t threads) {
   return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
+}
+
+// See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
+void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature, const float *uniform,
+                   int64_t *found, double *ends, int64_t threads) {
+  const int64_t tiles = vocabulary / kDrawTile + 1;
+  run_team(threads, [&](const Team &team) {
+    const Range range = team.share(rows);
+    for (int64_t row = range.begin; row < range.end; ++row) {
+      found[row] = draw(logits + row * vocabulary, vocabulary, temperature[row], uniform[row], ends + team.thread * tiles);
+    }
+  });
 }
 
 // out [rows, outputs] in bfloat16 or float32 = x Wᵀ + b, of x [rows, inputs] in bfloat16 or of its norm.
