@@ -75,7 +75,7 @@ def _key(command: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.read_bytes())
-    digest.update("\0".join((*command, *_FLAGS, platform.machine(), platform.release(), _processor())).encode())
+    digest.update("\0".join((*command, *_FLAGS, platform.machine(), _processor())).encode())
     return digest.hexdigest()[:24]
 
 
