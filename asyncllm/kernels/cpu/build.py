@@ -106,7 +106,8 @@ def _compile(command: Sequence[str], binary: Path) -> None:
 def _load(binary: Path) -> Library:
     _share_openmp()
     functions = ctypes.CDLL(str(binary))
-    functions.asyncllm_features.restype = ctypes.c_int64
+    for name in ("features", "takes_head", "workspace_bytes", "product_workspace_bytes"):
+        getattr(functions, f"asyncllm_{name}").restype = ctypes.c_int64
     return Library(functions, tiles=bool(functions.asyncllm_features() & 1))
 
 

@@ -70,10 +70,8 @@ class DecoderKernel:
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._caches: Sequence[Tensor] = ()
-        functions = library.functions
-        functions.asyncllm_workspace_bytes.restype = ctypes.c_int64
-        self._workspace_bytes = functions.asyncllm_workspace_bytes
-        self._decode = functions.asyncllm_decode
+        self._workspace_bytes = library.functions.asyncllm_workspace_bytes
+        self._decode = library.functions.asyncllm_decode
 
     @property
     def workspace_bytes(self) -> int:
