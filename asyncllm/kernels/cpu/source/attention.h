@@ -1,8 +1,8 @@
 // Rotation, cache write and attention over the paged cache, in bfloat16 with float32 scores and sums.
 //
-// A layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]. A token that is alone in its
-// row is attended by vectors; the tokens of a chunk 32 at a time in the matrix unit, where there is one, with scores and
-// outputs transposed: a query is a lane there, so that no maximum or sum goes across lanes.
+// A layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]. A token that is alone in
+// its row is attended by vectors; the tokens of a chunk 32 at a time in the matrix unit, where there is one, with
+// scores and outputs transposed: a query is a lane there, so that no maximum or sum goes across lanes.
 #pragma once
 
 #include <algorithm>
@@ -144,7 +144,8 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
     for (int i = 0; i < Vectors; ++i) {
       const __m512 part = load_bf16(value + 16 * i);
 #pragma GCC unroll 4
-      for (int h = 0; h < H; ++h) sums[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * stride + key]), part, sums[h][i]);
+      for (int h = 0; h < H; ++h)
+        sums[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * stride + key]), part, sums[h][i]);
     }
   }
   for (int h = 0; h < H; ++h)
@@ -165,17 +166,22 @@ inline void attend_heads(const bf16 *query, const History &history, int64_t firs
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }
 
-constexpr int64_t kHeadsAtOnce = 3;
+constexpr int64_t kHeadsAtOnce = 3;  // the most below, whose scores are held
 
 // All queries of one KV head of one token, over keys `first` to `last`.
 inline void attend_token(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
                          float scale, bf16 *out, float *scores) {
   switch (history.heads.dim) {
-    case 32: return attend_heads<2, 3>(query, history, first, last, head, scale, out, scores);
-    case 64: return attend_heads<4, 3>(query, history, first, last, head, scale, out, scores);
-    case 96: return attend_heads<6, 2>(query, history, first, last, head, scale, out, scores);
-    case 128: return attend_heads<8, 2>(query, history, first, last, head, scale, out, scores);
-    default: return attend_heads<16, 1>(query, history, first, last, head, scale, out, scores);
+    case 32:
+      return attend_heads<2, 3>(query, history, first, last, head, scale, out, scores);
+    case 64:
+      return attend_heads<4, 3>(query, history, first, last, head, scale, out, scores);
+    case 96:
+      return attend_heads<6, 2>(query, history, first, last, head, scale, out, scores);
+    case 128:
+      return attend_heads<8, 2>(query, history, first, last, head, scale, out, scores);
+    default:
+      return attend_heads<16, 1>(query, history, first, last, head, scale, out, scores);
   }
 }
 
@@ -245,7 +251,8 @@ inline void score_keys(const History &history, int64_t start, int64_t count, int
 }
 
 // Adds to outputs [dim, 16] the values of `count` keys by their weights.
-inline void add_values(int64_t dim, int64_t count, const std::uint8_t *values, const std::uint8_t *weights, float *outputs) {
+inline void add_values(int64_t dim, int64_t count, const std::uint8_t *values, const std::uint8_t *weights,
+                       float *outputs) {
   const int64_t step = dim / 16 * kTileBytes;
   for (int64_t d = 0; d < dim; d += 32, values += 2 * kTileBytes, outputs += 512) {
     const std::uint8_t *value = values, *weight = weights;
@@ -263,14 +270,16 @@ inline void add_values(int64_t dim, int64_t count, const std::uint8_t *values, c
   }
 }
 
-// Scores [count, 16] of queries at `positions` to weights: pairs of keys [count / 2, 16, 2] in bfloat16. `most` and `sum`
-// [16] go on; outputs [dim, 16] are scaled to the new maxima.
+// Scores [count, 16] of queries at `positions` to weights: pairs of keys [count / 2, 16, 2] in bfloat16. `most` and
+// `sum` [16] go on; outputs [dim, 16] are scaled to the new maxima.
 inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t count, float scale, int64_t dim,
                        float *scores, float *most, float *sum, float *outputs, std::uint8_t *weights) {
   const int64_t first_position = _mm512_reduce_min_epi32(positions), last_position = _mm512_reduce_max_epi32(positions);
   const bool cut = start + count - 1 > first_position || start <= last_position - window;
-  const __m512 factor = _mm512_set1_ps(scale * kLog2E), hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  const __m512i oldest = _mm512_sub_epi32(positions, _mm512_set1_epi32(static_cast<int>(std::min<int64_t>(window, 1 << 30))));
+  const __m512 factor = _mm512_set1_ps(scale * kLog2E),
+               hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const __m512i oldest =
+      _mm512_sub_epi32(positions, _mm512_set1_epi32(static_cast<int>(std::min<int64_t>(window, 1 << 30))));
   const __m512 before = _mm512_load_ps(most);
   __m512 highest = hidden;
   for (int64_t key = 0; key < count; ++key) {
@@ -311,8 +320,10 @@ inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t
 // All queries of one KV head of `count` neighbours in a chunk, the first at `position`. `qkv` and `out` are the first
 // one's, `stride` and `out_stride` apart; `scratch` has `chunk_scratch_bytes`.
 inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history, int64_t position, int64_t count,
-                         int64_t window, int64_t head, float scale, bf16 *out, int64_t out_stride, std::uint8_t *scratch) {
-  const int64_t group = history.heads.group(), dim = history.heads.dim, halves = (count + 15) / 16, tiles = halves * group;
+                         int64_t window, int64_t head, float scale, bf16 *out, int64_t out_stride,
+                         std::uint8_t *scratch) {
+  const int64_t group = history.heads.group(), dim = history.heads.dim, halves = (count + 15) / 16,
+                tiles = halves * group;
   std::uint8_t *queries = scratch;
   auto *outputs = reinterpret_cast<float *>(queries + tiles * 32 * dim);
   float *most = outputs + tiles * 16 * dim, *sums = most + tiles * 16;
@@ -346,12 +357,13 @@ inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history
       if (start > newest) continue;
       const int64_t seen = std::min((newest - start) / 32 * 32 + 32, whole);
       const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      const __m512i positions = _mm512_min_epi32(
-          _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + token))),
-          _mm512_set1_epi32(static_cast<int>(last)));
+      const __m512i positions =
+          _mm512_min_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + token))),
+                           _mm512_set1_epi32(static_cast<int>(last)));
       float *output = outputs + tile * 16 * dim;
       score_keys(history, start, seen, head, queries + tile * 32 * dim, scores);
-      weigh_keys(positions, window, start, seen, scale, dim, scores, most + 16 * tile, sums + 16 * tile, output, weights);
+      weigh_keys(positions, window, start, seen, scale, dim, scores, most + 16 * tile, sums + 16 * tile, output,
+                 weights);
       add_values(dim, seen, values, weights, output);
     }
   }

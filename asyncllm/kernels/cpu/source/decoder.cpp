@@ -26,13 +26,13 @@ struct Decoder {
 };
 
 struct Step {
-  int64_t tokens, singles;      // the first `singles` tokens are alone in their rows
-  int64_t spans;                // chunks of neighbours: all other tokens
-  const int64_t *span_starts;   // [spans + 1]
+  int64_t tokens, singles;     // the first `singles` tokens are alone in their rows
+  int64_t spans;               // chunks of neighbours: all other tokens
+  const int64_t *span_starts;  // [spans + 1]
   const int64_t *rows, *positions;
   const int64_t *const *tables;  // of each cache group: [rows, table_width]
   int64_t table_width;
-  int64_t longest;  // keys of the row that has most
+  int64_t longest;            // keys of the row that has most
   const bf16 *cosine, *sine;  // [tokens, dim]
   bf16 *residual;             // [tokens, hidden], overwritten
   std::uint8_t *workspace;
@@ -75,8 +75,9 @@ struct Workspace {
 
   // A thread's: a product's input of few rows, what a product or an attention needs. All layers have one shape.
   static int64_t own_bytes(const Decoder &model, const Step &step) {
-    const int64_t scores = 4 * std::max<int64_t>(kHeadsAtOnce, 1) * (step.longest + 32);
-    const int64_t work = std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads())});
+    const int64_t scores = 4 * kHeadsAtOnce * (step.longest + 32);
+    const int64_t work =
+        std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads())});
     return (few_bytes(model) + work + 4095) / 4096 * 4096;
   }
 
@@ -91,10 +92,12 @@ inline History history_of(const Decoder &model, const Step &step, const Layer &l
 }
 
 // The first key that a token sees.
-inline int64_t first_key(const Layer &layer, int64_t position) { return std::max<int64_t>(0, position - layer.window + 1); }
+inline int64_t first_key(const Layer &layer, int64_t position) {
+  return std::max<int64_t>(0, position - layer.window + 1);
+}
 
-// What the tokens that are alone in their rows are going to read from the cache in the next layer. It lies in pieces that no
-// processor foresees; so a thread asks for its part of it little by little, while it computes the products before.
+// What the tokens that are alone in their rows are going to read from a layer's cache. It lies in pieces that no
+// processor foresees; so a thread asks for its part of it little by little, while it computes the product before.
 class Ahead {
  public:
   Ahead(const Team &team, const Decoder &model, const Step &step) : model_(model), step_(step) {
@@ -104,7 +107,8 @@ class Ahead {
     const int64_t count = std::max<int64_t>(1, tokens_.end - tokens_.begin);
     most_ = kBytes / (4 * model.keys * model.dim) / count;
     int64_t keys = 0;
-    for (int64_t token = tokens_.begin; token < tokens_.end; ++token) keys += std::min(step.positions[token] + 1, most_);
+    for (int64_t token = tokens_.begin; token < tokens_.end; ++token)
+      keys += std::min(step.positions[token] + 1, most_);
     at_once_ = keys * 2 * kFeatures * team.threads / model.layers[0].qkv.outputs + 1;
     token_ = tokens_.end;
   }
@@ -152,8 +156,15 @@ class Ahead {
 class Pass {
  public:
   Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, std::atomic<int64_t> *tasks)
-      : team_(team), model_(model), step_(step), heads_(model.heads()), tiles_(tiles), tasks_(tasks),
-        ahead_(team, model, step), cut_{step.workspace}, space_(model, step, cut_, team.thread),
+      : team_(team),
+        model_(model),
+        step_(step),
+        heads_(model.heads()),
+        tiles_(tiles),
+        tasks_(tasks),
+        ahead_(team, model, step),
+        cut_{step.workspace},
+        space_(model, step, cut_, team.thread),
         scratch_(space_.own + Workspace::few_bytes(model)) {}
 
   void run() {
@@ -338,13 +349,14 @@ int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
-void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature, const float *uniform,
-                   int64_t *found, double *ends, int64_t threads) {
+void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
+                   const float *uniform, int64_t *found, double *ends, int64_t threads) {
   const int64_t tiles = vocabulary / kDrawTile + 1;
   run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
-      found[row] = draw(logits + row * vocabulary, vocabulary, temperature[row], uniform[row], ends + team.thread * tiles);
+      found[row] =
+          draw(logits + row * vocabulary, vocabulary, temperature[row], uniform[row], ends + team.thread * tiles);
     }
   });
 }
@@ -362,8 +374,10 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
     for (int64_t row = range.begin; row < range.end; ++row) {
       const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
       std::uint8_t *to = prepared + row * stride;
-      if (norm) put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
-      else put_row(form, to, inputs, source);
+      if (norm)
+        put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
+      else
+        put_row(form, to, inputs, source);
     }
     team.wait();
     std::uint8_t *scratch = workspace + team.thread * product_scratch_bytes(inputs);

@@ -1,11 +1,11 @@
 // Products of rows with packed weights.
 //
-// A matrix is cut into blocks of 16 output features by 32 input features, a group of columns with a scale and a zero for
-// each feature. The blocks of 16 features follow each other along the input, so that a thread reads its part of a matrix
-// as one piece. A block is, by the bits of a weight:
+// A matrix is cut into blocks of 16 output features by 32 input features, a group of columns with a scale and a zero
+// for each feature. The blocks of 16 features follow each other along the input, so that a thread reads its part of a
+// matrix as one piece. A block is, by the bits of a weight:
 //
-//   4, 8   codes from 0 on, then 16 scales and 16 zeros in float16: weight = code · scale + zero. Of a feature's 32 codes
-//          four neighbours are a lane's four bytes. With 4 bits, those of the upper halves of the bytes are 16 further on.
+//   4, 8   codes from 0 on, then 16 scales and 16 zeros in float16: weight = code · scale + zero. Of a feature's codes
+//          four neighbours are a lane's four bytes. With 4 bits, the upper halves of bytes are those 16 further on.
 //   16     bfloat16, each pair of inputs of a feature as a lane.
 //
 // Few rows are multiplied as integers: a row's group of 32 is rounded to 16 bits, of which the upper and the lower byte
@@ -61,7 +61,8 @@ inline Form form_of(const Matrix &matrix, int64_t rows, bool tiles) {
   return matrix.bits == 16 || (tiles && rows > kFewRows) ? Form::kBfloat16 : Form::kIntegers;
 }
 
-// A row of integers: upper bytes, lower bytes, then of each group the scale, and the sum of what the integers stand for.
+// A row of integers: upper bytes, lower bytes, then of each group the scale, and the sum of what the integers stand
+// for.
 inline int64_t integer_row_bytes(int64_t inputs) { return 2 * inputs + 8 * (inputs / kGroup); }
 
 inline int64_t row_bytes(Form form, int64_t inputs) {
@@ -115,9 +116,8 @@ inline void put_normed(Form form, std::uint8_t *to, Source &&source, const bf16 
     squares = _mm512_fmadd_ps(x, x, squares);
   }
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
-  put_row(form, to, size, [&](int64_t i) {
-    return _mm512_mul_ps(_mm512_mul_ps(source(i), scale), load_bf16(weight + i));
-  });
+  put_row(form, to, size,
+          [&](int64_t i) { return _mm512_mul_ps(_mm512_mul_ps(source(i), scale), load_bf16(weight + i)); });
 }
 
 // The rows of a product's input, as all threads of a team see them.
@@ -233,9 +233,7 @@ inline void multiply_block_16(const Matrix &w, int64_t block, const std::uint8_t
 template <int M>
 inline void multiply_some(const Matrix &w, const Rows &x, int64_t row, int64_t block, const Sink &sink) {
   const std::uint8_t *from = x.data + row * x.stride;
-  const auto multiply = w.bits == 4   ? multiply_block_4<M>
-                        : w.bits == 8 ? multiply_block_8<M>
-                                      : multiply_block_16<M>;
+  const auto multiply = w.bits == 4 ? multiply_block_4<M> : w.bits == 8 ? multiply_block_8<M> : multiply_block_16<M>;
   __m512 gates[M] = {}, sums[M];
   if (w.activation != kNone) {
     multiply(w, block, from, x.stride, gates);
@@ -274,8 +272,9 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i first_bytes = _mm512_set4_epi32(0x8080800c, 0x80808008, 0x80808004, 0x80808000);  // of dwords
   const __m512i upper_halves = _mm512_add_epi32(  // of two vectors, in turn
-      _mm512_set1_epi32(0x00210001), _mm512_mullo_epi32(_mm512_set1_epi32(0x00020002), _mm512_setr_epi32(
-          0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
+      _mm512_set1_epi32(0x00210001),
+      _mm512_mullo_epi32(_mm512_set1_epi32(0x00020002),
+                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   const auto weights = [&](__m512i codes, int shift) {
     const __m512i bytes = _mm512_add_epi32(first_bytes, _mm512_set1_epi32(shift / 8));
     const __m512 code = Bits == 4 ? _mm512_permutexvar_ps(_mm512_srli_epi32(codes, shift), numbers)
@@ -323,7 +322,7 @@ inline void finish_tiles(const Matrix &w, const Sink &sink, int64_t row, int64_t
   }
 }
 
-// Tiles 0 to 3 += up to 32 rows' inputs of one group, 32 or 16 rows of it, by two tiles of weights.
+// Tiles 0 to 3 += one group of inputs of 16 rows, or 32 where it is wide, by two tiles of weights.
 template <bool Wide>
 inline void multiply_tiles(const std::uint8_t *x, int64_t stride, const std::uint8_t *left, const std::uint8_t *right) {
   _tile_loadd(4, x, stride);
@@ -347,8 +346,8 @@ inline void zero_tiles() {
 
 inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / kGroup); }
 
-// Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait for
-// the stores.
+// Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait
+// for the stores.
 template <bool Wide>
 inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second, const Sink &sink,
                           std::uint8_t *scratch) {
@@ -379,7 +378,8 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
     tile_of(w, block, group, room);
     tile_of(w, second, group, room + kTileBytes);
   }
-  const std::uint8_t *left = made ? scratch : w.block(block, 0), *right = made ? scratch + kTileBytes : w.block(second, 0);
+  const std::uint8_t *left = made ? scratch : w.block(block, 0),
+                     *right = made ? scratch + kTileBytes : w.block(second, 0);
   const int64_t step = made ? 2 * kTileBytes : kTileBytes;
   for (int64_t row = first; row < last; row += 32) {
     zero_tiles();
@@ -404,9 +404,12 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
     for (int64_t unit = range.begin; unit < range.end; ++unit) {
       const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
       between();
-      if (rows > 32) multiply_strip(w, x, first, last, block, second, sink, scratch);
-      else if (rows > 16) multiply_once<true>(w, x, rows, block, second, sink, scratch);
-      else multiply_once<false>(w, x, rows, block, second, sink, scratch);
+      if (rows > 32)
+        multiply_strip(w, x, first, last, block, second, sink, scratch);
+      else if (rows > 16)
+        multiply_once<true>(w, x, rows, block, second, sink, scratch);
+      else
+        multiply_once<false>(w, x, rows, block, second, sink, scratch);
     }
   }
 }
@@ -416,8 +419,8 @@ inline int64_t product_scratch_bytes(int64_t inputs) { return strip_bytes(inputs
 inline int64_t product_scratch_bytes(int64_t) { return 0; }
 #endif
 
-// Each thread takes a part of the features. `scratch` is its own, of `product_scratch_bytes`. `between` is called for each
-// 16 or 32 of them: it may ask for what is read next.
+// Each thread takes a part of the features. `scratch` is its own, of `product_scratch_bytes`. `between` is called for
+// each 16 or 32 of them: it may ask for what is read next.
 template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Sink &sink, bool tiles,
                      std::uint8_t *scratch, Between &&between) {
