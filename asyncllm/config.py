@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.errors import ConfigError
@@ -84,6 +85,9 @@ class EngineConfig:
     deterministic: bool = False
     """Equal requests get bit-equal logits, whatever runs beside them, however their prompts are cut and whatever is in
     the cache; slower, and a GPU's only."""
+    native_kernels: bool = True
+    """Compile kernels of our own for this machine's processor, once, where it has a C++ compiler; False: torch's
+    operators alone."""
     threads: int | None = None
     """Threads of a CPU step; None leaves torch's own number."""
     isolation: Isolation = "thread"
@@ -120,7 +124,7 @@ class EngineConfig:
         for name in ("revision", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} must be a text, got {getattr(self, name)!r}")
-        for name in ("prefix_caching", "deterministic", "model_defaults", "prepare_grammars"):
+        for name in ("prefix_caching", "deterministic", "model_defaults", "prepare_grammars", "native_kernels"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
@@ -156,6 +160,19 @@ def child_environment(path: Iterable[object]) -> dict[str, str]:
     """The environment of a Python process that finds modules where this one does, along `path`: imports look at its
     texts, and not at the `Path` that some program has put there."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in path if isinstance(entry, str))}
+
+
+def kernel_folder() -> Path:
+    """Where kernels are kept that were compiled for this machine: `ASYNCLLM_KERNELS`, or in the user's cache."""
+    chosen = os.environ.get("ASYNCLLM_KERNELS")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncllm" / "kernels"
+
+
+def cpp_compiler() -> str | None:
+    """The command of the C++ compiler that the environment names, as `CXX`."""
+    return os.environ.get("CXX") or None
 
 
 def read_environment(names: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 python -m benchmarks.cpu_steps [MODEL] [--threads N]
 
 The shares are the profiler's, whose own work is in them; beside them stands what a step takes undisturbed, in time that
-passes and in processor time of its thread. What no operator takes is the interpreter's: the batch, the layers' Python.
+passes and in processor time of its thread. What neither an operator nor one of our kernels takes is the interpreter's:
+the batch, the layers' Python.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from asyncllm.cli import find_smollm2
 from asyncllm.config import EngineConfig
@@ -25,11 +27,15 @@ from asyncllm.engine.execution.cpu_runner import StepExecutor
 from asyncllm.engine.execution.loading import load_executor
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.layers.cpu_product import KernelProduct
+from asyncllm.layers.kernel_decoder import KernelDecoder
 from asyncllm.weights.source import resolve_source
 from benchmarks.profile_report import table
 
 ROWS, PROMPT, HISTORY, ROUNDS = 16, 512, 64, 12
 ROLES = {
+    "all layers, our kernel": ("kernel: layers",),
+    "products, our kernel": ("kernel: product",),
     "packed products": ("int4pack_mm",),
     "dense products": ("linear_pointwise", "addmm", "aten::mm", "mkldnn_linear"),
     "attention": ("scaled_dot_product",),
@@ -76,6 +82,22 @@ class Steps:
             decode_changed=False,
         )
         self._executor.execute(plan, lambda tokens: None)
+
+
+def name_kernels() -> None:
+    """Let the profiler see calls of our kernels, which are no operators."""
+
+    def named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            with record_function(name):
+                return call(*arguments, **options)
+
+        return recorded
+
+    for name, kind in (("kernel: layers", KernelDecoder), ("kernel: product", KernelProduct)):
+        for method in ("__call__", "normed"):
+            if hasattr(kind, method):
+                setattr(kind, method, named(name, getattr(kind, method)))
 
 
 def kinds() -> dict[str, list[tuple[int, int, int]]]:
@@ -128,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", nargs="?", help="a Hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--threads", type=int)
     chosen = parser.parse_args(arguments)
+    name_kernels()
     config = EngineConfig(max_num_seqs=ROWS, max_model_len=2 * PROMPT, threads=chosen.threads)
     executor, facts = load_executor(resolve_source(chosen.model or find_smollm2(), config), config, lambda each: each)
     print(f"# {facts.dtype}, {torch.get_num_threads()} threads\n")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncllm.layers.cpu_product import Formed, make_gated_product, make_product, make_tied_product
+from asyncllm.layers.cpu_product import CpuProduct, Formed, make_gated_product, make_product, make_tied_product
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import (
     CheckpointTensor,
@@ -47,11 +47,16 @@ class CpuLinear:
 
     def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
         """See `WeightedLayer`."""
-        return self(norm.of(residual))
+        return self._formed.product.normed(residual.settle(), norm)
 
     def add(self, x: Tensor, residual: Residual) -> None:
         """See `LinearLayer`."""
         residual.values = self._formed.product.add(x, residual.settle())
+
+    @property
+    def product(self) -> CpuProduct:
+        """In the form that was chosen for the weights."""
+        return self._formed.product
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,5 +1,8 @@
 """The forms in which a processor multiplies with a weight matrix, chosen once when the weights are there.
 
+Where our own kernels run (`kernels/cpu`), they take every matrix that they can, in the form that the file has. The
+other forms are torch's.
+
 Torch's product of packed 4-bit weights reads a quarter of what bfloat16 takes, which is what counts for few rows; but
 its work grows with the rows, where a product in the processor's own matrix instructions hardly takes longer. So a
 packed matrix may have a dense copy, for steps of many rows.
@@ -9,14 +12,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.matrix import (
+    ACTIVATIONS,
+    KernelMatrix,
+    kernel_product,
+    matrix_bytes,
+    pack_bfloat16,
+    pack_bias,
+    pack_groups,
+    takes_groups,
+    takes_shape,
+)
 from asyncllm.layers.activation import GatedActivation
+from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.product_forms import ProductForms
 from asyncllm.layers.weight_memory import WeightMemory, collapse_pages
 from asyncllm.weights.grouped import GROUP, GroupedTensor
@@ -34,6 +51,10 @@ class CpuProduct(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] → [n, out], contiguous."""
 
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """The product of the norm of x [n, in]."""
+        return self(norm(x))
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual` [n, out], which may be overwritten, and the product of x [n, in]."""
         return residual.add_(self(x))
@@ -46,6 +67,31 @@ class Formed:
     product: CpuProduct
     weight_bytes: int  # of what it cannot do without
     copy_bytes: int = 0  # of what it holds only to be faster
+
+
+class KernelProduct(CpuProduct):
+    """Our kernel's product of bfloat16 rows, with weights packed as in the file or in bfloat16, and what follows it."""
+
+    def __init__(self, library: Library, matrix: KernelMatrix, bias: Tensor | None) -> None:
+        """`matrix` has no bias; `bias` may be filled until the first product."""
+        self.library = library
+        self.output_dtype = torch.bfloat16
+        self._matrix = matrix
+        self._bias = bias
+
+    @cached_property
+    def matrix(self) -> KernelMatrix:
+        """With the bias."""
+        bias, gated = self._bias, self._matrix.activation is not None
+        return self._matrix if bias is None else replace(self._matrix, bias=pack_bias(bias, gated=gated))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `CpuProduct`."""
+        return kernel_product(self.library, x, self.matrix, dtype=self.output_dtype)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """See `CpuProduct`."""
+        return kernel_product(self.library, x, self.matrix, norm=norm.weight, eps=norm.eps, dtype=self.output_dtype)
 
 
 class DenseProduct(CpuProduct):
@@ -198,6 +244,8 @@ def make_product(
     weight: Tensor | GroupedTensor, bias: Tensor | None, dtype: torch.dtype, forms: ProductForms
 ) -> Formed:
     """The product with a matrix as it was read; `dtype` is that of the activations and of `bias`."""
+    if (kernel := _make_kernel(weight, bias, None, dtype, forms)) is not None:
+        return kernel
     return _form(
         weight,
         dtype,
@@ -211,6 +259,8 @@ def make_gated_product(
     weight: Tensor | GroupedTensor, bias: Tensor | None, activation: str, dtype: torch.dtype, forms: ProductForms
 ) -> Formed:
     """The same with a matrix that has a gate's features first, then as many others, and what comes of the two."""
+    if (kernel := _make_kernel(weight, bias, activation, dtype, forms)) is not None:
+        return kernel
     activate = GatedActivation(activation)
 
     def make_packed(grouped: GroupedTensor) -> Formed:
@@ -227,6 +277,11 @@ def make_gated_product(
 
 def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: ProductForms) -> Formed:
     """The same with a matrix that another layer holds anyway, as the dense `table`."""
+    if isinstance(weight, GroupedTensor) or forms.copies:
+        kernel = _make_kernel(weight, None, None, table.dtype, forms)
+        if kernel is not None:
+            grouped = isinstance(weight, GroupedTensor)
+            return kernel if grouped else Formed(kernel.product, 0, kernel.weight_bytes)
     blocked = forms.copies and _takes_blocks(table, forms)
     dense = _make_dense(table, None, forms) if blocked else DenseProduct(table, None)
     copy_bytes = table.nbytes if blocked else 0
@@ -235,6 +290,26 @@ def make_tied_product(weight: Tensor | GroupedTensor, table: Tensor, forms: Prod
     packed = _make_packed(weight, None, table.dtype, forms)
     both = TwoFormProduct(packed.product, dense, forms.packed_rows[weight.bits])
     return Formed(both, packed.weight_bytes, copy_bytes)
+
+
+def _make_kernel(
+    weight: Tensor | GroupedTensor, bias: Tensor | None, activation: str | None, dtype: torch.dtype, forms: ProductForms
+) -> Formed | None:
+    """The product by our kernel, where there is one and it takes the matrix."""
+    gated = activation is not None
+    if forms.library is None or dtype != torch.bfloat16 or activation not in ACTIVATIONS:
+        return None
+    if not takes_shape(*weight.shape, gated=gated):
+        return None
+    if isinstance(weight, Tensor):
+        bits, blocks = 16, pack_bfloat16(weight.to(dtype), gated=gated)
+    elif takes_groups(weight.scales, weight.zeros, weight.bits):
+        bits, blocks = weight.bits, pack_groups(weight.codes, weight.scales, weight.zeros, weight.bits, gated=gated)
+    else:
+        bits, blocks = 16, pack_bfloat16(weight.dequantize().to(dtype), gated=gated)
+    outputs, inputs = weight.shape
+    matrix = KernelMatrix(forms.memory.place(blocks), None, outputs, inputs, bits, activation)
+    return Formed(KernelProduct(forms.library, matrix, bias), matrix.blocks.nbytes)
 
 
 def _form(
@@ -289,8 +364,13 @@ def packable(shape: torch.Size) -> bool:
     return shape[0] % _PACKED_ROWS == 0 and shape[1] % GROUP == 0
 
 
+def kernel_bytes(shape: torch.Size, bits: int) -> int | None:
+    """Size of a matrix of codes of so many bits, or of bfloat16, as our kernels take it; None for what they do not."""
+    return matrix_bytes(*shape, bits) if len(shape) == 2 and takes_shape(*shape, gated=False) else None
+
+
 def packed_bytes(shape: torch.Size, bits: int) -> int:
-    """Size of a packed matrix."""
+    """Size of a packed matrix as torch takes it."""
     planes = bits // 4
     return planes * shape.numel() // 2 + planes * shape.numel() // GROUP * 4
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncllm.layers.attention import AttentionBatch, CacheLayer
+from asyncllm.layers.kernel_decoder import KernelBatch
 from asyncllm.layers.paged_attention import PagedBatch
 
 
@@ -24,3 +25,4 @@ class ForwardBatch:
     attention: tuple[AttentionBatch, ...] | tuple[PagedBatch, ...]  # one per cache group
     cache: tuple[CacheLayer, ...] | Tensor
     """Of each layer of a group; on a GPU [layers of a group, 2, blocks, kv_heads, block_size, head_dim]."""
+    layers: KernelBatch | None = None  # for all layers as one kernel of the processor; the two above are empty then

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.embedding import make_embedding
+from asyncllm.layers.kernel_decoder import KernelDecoder, give_float32, make_kernel_decoder
 from asyncllm.layers.linear import WeightedLayer, make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
@@ -133,10 +134,11 @@ class Llama:
             bias=False,
             placement=placement,
         )
+        self.decoder: KernelDecoder | None = None
         self._embedding_slot = self.head.tie(self.embedding.weight) if config.tied_head else self.embedding.slot()
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights."""
+        """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights or in float32."""
         return self.head.normed(self._residual(batch), self.norm)
 
     def features(self, batch: ForwardBatch) -> Tensor:
@@ -147,9 +149,18 @@ class Llama:
         """What the layers leave at the sampled tokens: [s, hidden_size]."""
         rotation = self.rotary(batch.positions, batch.lengths)
         residual = Residual(self.embedding(batch.token_ids))
-        for layer in self.layers:
-            layer(residual, rotation, batch)
+        if self.decoder is not None and batch.layers is not None:
+            assert isinstance(rotation, Rotation)
+            self.decoder(residual, rotation, batch.layers)
+        else:
+            for layer in self.layers:
+                layer(residual, rotation, batch)
         return residual if batch.sampled is None else Residual(residual.settle().index_select(0, batch.sampled))
+
+    def join_layers(self) -> None:
+        """Once the weights are there: make one kernel of all layers, where the processor has it."""
+        self.decoder = make_kernel_decoder(self.layers)
+        give_float32(self.head)
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from asyncllm.engine.execution.kernel_batch import make_batch_builder
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import RowState
-from asyncllm.engine.execution.step_batch import BatchBuilder, lay_out_tokens
+from asyncllm.engine.execution.step_batch import lay_out_tokens
 from asyncllm.engine.plan import Chunk, Float32Array, Int32Array, StepPlan, TableEdits
 from asyncllm.models.llama import Llama
 
@@ -35,7 +36,7 @@ class TextFeatures:
         self._rows.tables[:, 0] = 1 + np.arange(groups * blocks).reshape(groups, blocks)
         self._rows.prompt_tokens[0] = len(token_ids)
         cache = layout.allocate(groups * blocks, dtype)
-        self._builder = BatchBuilder(layout, cache, needs_lengths=model.rotary.length_dependent)
+        self._builder = make_batch_builder(model, layout, cache)
 
     def advance(self) -> Float32Array | None:
         """Compute the next chunk. The features [hidden] of the last token, of length 1, once all is computed."""

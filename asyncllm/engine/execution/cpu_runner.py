@@ -15,12 +15,13 @@ from torch import Tensor
 
 from asyncllm.engine.execution.cpu_embedder import TextFeatures
 from asyncllm.engine.execution.device_thread import Answer, DeviceThread
+from asyncllm.engine.execution.kernel_batch import make_batch_builder
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
 from asyncllm.engine.execution.prompt_scores import PromptReader, extended
 from asyncllm.engine.execution.row_state import Int64Array, RowState
 from asyncllm.engine.execution.runner import StepTicket
-from asyncllm.engine.execution.sampler import SampledRows, processed, sample
-from asyncllm.engine.execution.step_batch import BatchBuilder, lay_out_tokens
+from asyncllm.engine.execution.sampler import SampledRows, SamplerForm, processed, sample
+from asyncllm.engine.execution.step_batch import lay_out_tokens
 from asyncllm.engine.execution.step_outputs import lay_out_outputs
 from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
 from asyncllm.engine.plan import (
@@ -41,16 +42,13 @@ _NO_ROWS = np.zeros(0, np.int32)
 class StepExecutor:
     """Runs steps one after another on the calling thread, which must be in inference mode."""
 
-    def __init__(
-        self, model: Llama, layout: CacheLayout, cache: Tensor, rows: RowState, *, processed_logprobs: bool = False
-    ) -> None:
-        """`processed_logprobs`: log-probabilities are those of what is drawn from, not of the model's own logits."""
+    def __init__(self, model: Llama, layout: CacheLayout, cache: Tensor, rows: RowState, sampling: SamplerForm) -> None:
+        self._sampling = sampling
         self._model = model
-        self._processed = processed_logprobs
         self._layout = layout
         self._cache = cache
         self._rows = rows
-        self._builder = BatchBuilder(layout, cache, needs_lengths=model.rotary.length_dependent)
+        self._builder = make_batch_builder(model, layout, cache)
         self._broken_rows: set[int] = set()
 
     def text_features(self, token_ids: Int32Array) -> TextFeatures:
@@ -129,11 +127,11 @@ class StepExecutor:
         asking = self._rows.logprobs(rows)
         some = np.array([index for index, _ in asking], np.int64)
         raw = logits[torch.from_numpy(some)] if asking else None
-        token_ids = sample(logits, settings)
+        token_ids = sample(logits, settings, self._sampling.library)
         self._rows.take_tokens(rows, settings.position, token_ids)
         if raw is None:
             return token_ids, None
-        if self._processed:
+        if self._sampling.processed_logprobs:
             raw = processed(logits, settings, some)
         scores = score_tokens(raw, token_ids[some], [asked for _, asked in asking])
         return token_ids, StepLogprobs(some.astype(np.int32), scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,11 +18,13 @@ from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
+from asyncllm.engine.execution.sampler import SamplerForm
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
-from asyncllm.layers.cpu_product import packable, packed_bytes
+from asyncllm.layers.cpu_product import kernel_bytes, packable, packed_bytes
 from asyncllm.layers.parameter import CheckpointTensor, Placement
+from asyncllm.layers.product_forms import ProductForms
 from asyncllm.models.checkpoint import EMBEDDING, fill_weights, load_weights
 from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
@@ -66,7 +68,8 @@ def load_executor(
     model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
     dtype = _choose_dtype(config, model_config)
     packs = config.quantization == "auto" and config.dtype in ("auto", "bfloat16")
-    needed = _needed_bytes(source, model_config, dtype, packs=packs)
+    forms = product_forms(dtype, packs=packs, copies=True, native=config.native_kernels)
+    needed = _needed_bytes(source, model_config, dtype, forms, packs=packs)
     free = available_memory()
     if needed.weights > free:
         raise InsufficientMemoryError(
@@ -75,12 +78,13 @@ def load_executor(
         )
     copies = needed.copies <= (free - needed.weights) // _COPIES_SHARE
     sizes = choose_sizes(config, model_config, dtype, free - needed.weights - copies * needed.copies)
-    placement = Placement(dtype, torch.device("cpu"), products=product_forms(dtype, packs=packs, copies=copies))
+    placement = Placement(dtype, torch.device("cpu"), products=replace(forms, copies=copies))
     model = make_model(model_config, sizes.layout.layers, sizes.max_model_len, placement)
     if source.load_format == "dummy":
         fill_weights(model)
     else:
         load_weights(model, interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
+    model.join_layers()
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)
@@ -90,8 +94,8 @@ def load_executor(
         "cache": cache.nbytes,
         "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
     }
-    processed = config.logprobs_mode == "processed"
-    executor = StepExecutor(model, sizes.layout, cache, rows, processed_logprobs=processed)
+    sampling = SamplerForm(config.logprobs_mode == "processed", forms.library)
+    executor = StepExecutor(model, sizes.layout, cache, rows, sampling)
     return executor, sizes.facts(config, model, memory, placement)
 
 
@@ -103,10 +107,13 @@ class _Bytes:
     copies: int  # of what it can do without
 
 
-def _needed_bytes(source: ModelSource, config: ModelConfig, dtype: torch.dtype, *, packs: bool) -> _Bytes:
+def _needed_bytes(
+    source: ModelSource, config: ModelConfig, dtype: torch.dtype, forms: ProductForms, *, packs: bool
+) -> _Bytes:
     somewhere = [LayerCache(0, 0)] * config.num_layers
-    forms = product_forms(dtype, packs=packs, copies=True)
-    bits = {name: found for name, found in grouped_bits(source).items() if found in forms.packed_rows}
+    bits = grouped_bits(source) if packs else {}
+    if forms.library is None:
+        bits = {name: found for name, found in bits.items() if found in forms.packed_rows}
     model = find_architecture(source.config).model(config, somewhere, 1, Placement(dtype, torch.device("meta")))
     weights = copies = 0
     for name, slot in model.slots():
@@ -115,8 +122,15 @@ def _needed_bytes(source: ModelSource, config: ModelConfig, dtype: torch.dtype, 
             weights += plain
             if not config.tied_head:
                 continue
-            copies += plain * forms.blocked
-            weights += packed_bytes(slot.shape, bits[name]) if name in bits else 0
+            if forms.library is None:
+                copies += plain * forms.blocked
+                weights += packed_bytes(slot.shape, bits[name]) if name in bits else 0
+            elif name in bits:
+                weights += kernel_bytes(slot.shape, bits[name]) or 0
+            else:
+                copies += plain
+        elif forms.library is not None:
+            weights += kernel_bytes(slot.shape, bits.get(name, 16)) or plain
         elif name in bits and packable(slot.shape):
             weights += packed_bytes(slot.shape, bits[name])
             copies += plain

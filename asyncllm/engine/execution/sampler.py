@@ -19,6 +19,8 @@ from torch import Tensor
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
 from asyncllm.engine.plan import Float32Array, RowBias, RowLogits, RowSampling
+from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.draw import draw_tokens
 
 _SORTED = 4096
 """top_p sorts vocabularies up to this size."""
@@ -28,6 +30,14 @@ _TILE = 256
 """Tokens whose weights the draw adds up at once."""
 XTC_STREAM = 1
 """Which of a position's numbers decides over xtc; the draw's own is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerForm:
+    """How a runner samples."""
+
+    processed_logprobs: bool = False  # log-probabilities are those of what is drawn from, not of the model's own logits
+    library: Library | None = None  # kernels that draw; None: torch's operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +63,32 @@ def has_rare_filter(sampling: RowSampling) -> bool:
     return sampling.top_n_sigma > 0 or sampling.typical_p < 1 or sampling.xtc_probability > 0
 
 
-def sample(logits: Tensor, rows: SampledRows) -> NDArray[np.int64]:
-    """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place."""
+def sample(logits: Tensor, rows: SampledRows, library: Library | None = None) -> NDArray[np.int64]:
+    """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place.
+
+    With a `library`, tokens are drawn by its kernel.
+    """
     adjust(logits, rows)
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn) == len(rows.temperature):
-        return _draw(_filtered(logits, rows, drawn), rows, drawn)
+        return _draw_rows(logits, rows, drawn, library)
     token_ids: NDArray[np.int64] = logits.numpy().argmax(-1)  # torch's own takes ten times as long
     if len(drawn):
-        token_ids[drawn] = _draw(_filtered(logits[torch.from_numpy(drawn)], rows, drawn), rows, drawn)
+        token_ids[drawn] = _draw_rows(logits[torch.from_numpy(drawn)], rows, drawn, library)
+    return token_ids
+
+
+def _draw_rows(
+    logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64], library: Library | None
+) -> NDArray[np.int64]:
+    """Of `logits` [drawn, vocabulary] of these rows."""
+    if library is None:
+        return _draw(_filtered(logits, rows, drawn), rows, drawn)
+    temperature = torch.from_numpy(rows.temperature[drawn])
+    if rows.rare or ((rows.top_k[drawn] > 0) | (rows.top_p[drawn] < 1) | (rows.min_p[drawn] > 0)).any():
+        logits, temperature = _filtered(logits, rows, drawn), torch.ones_like(temperature)
+    uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
+    token_ids: NDArray[np.int64] = draw_tokens(library, logits, temperature, uniform).numpy()
     return token_ids
 
 

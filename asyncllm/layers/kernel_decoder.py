@@ -1,0 +1,141 @@
+"""A decoder's layers as one kernel of the processor, where every one of them is made of what the kernel knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.cpu.decoder import DecoderKernel, DecoderLayerWeights, DecoderShape, DecoderStep, takes_head
+from asyncllm.layers.attention import Attention, NormedAttention
+from asyncllm.layers.cpu_linear import CpuLinear
+from asyncllm.layers.cpu_product import KernelProduct
+from asyncllm.layers.linear import WeightedLayer
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.paged_attention import AttentionLayer
+from asyncllm.layers.residual import Residual
+from asyncllm.layers.rope import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class TableBatch:
+    """What the layers of one cache group need to know of a step: where its tokens' rows keep keys and values."""
+
+    table: Tensor  # [rows, most blocks] int64
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBatch:
+    """What all layers need to know of a step."""
+
+    rows: Tensor  # [n] int64: the line of a table of each token
+    positions: Tensor  # [n] int64
+    singles: int  # tokens alone in their rows; they come first
+    span_starts: Tensor  # [chunks + 1] int64: the first token of each chunk, and the number of tokens
+    longest: int  # the largest position + 1
+    groups: tuple[TableBatch, ...]
+    caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
+
+
+class DecoderParts(Protocol):
+    """What a layer of the architectures that share Llama's shape is made of."""
+
+    @property
+    def attention_norm(self) -> RMSNorm:
+        """What the stream goes through to attention."""
+        ...
+
+    @property
+    def qkv(self) -> WeightedLayer:
+        """Queries, keys and values as one product."""
+        ...
+
+    @property
+    def attention(self) -> AttentionLayer:
+        """Between the two products."""
+        ...
+
+    @property
+    def output(self) -> WeightedLayer:
+        """Of what attention gives."""
+        ...
+
+    @property
+    def mlp_norm(self) -> RMSNorm:
+        """What the stream goes through to the feed-forward."""
+        ...
+
+    @property
+    def gate_up(self) -> WeightedLayer:
+        """With the activation."""
+        ...
+
+    @property
+    def down(self) -> WeightedLayer:
+        """Back to the stream."""
+        ...
+
+
+class KernelDecoder:
+    """All layers of a model."""
+
+    def __init__(self, kernel: DecoderKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(self, residual: Residual, rotation: Rotation, batch: KernelBatch) -> None:
+        """Add to the stream."""
+        step = DecoderStep(
+            singles=batch.singles,
+            span_starts=batch.span_starts,
+            rows=batch.rows,
+            positions=batch.positions,
+            tables=[group.table for group in batch.groups],
+            windows=[group.window for group in batch.groups],
+            longest=batch.longest,
+        )
+        self._kernel(residual.settle(), rotation.cosine, rotation.sine, batch.caches, step)
+
+
+def give_float32(linear: WeightedLayer) -> None:
+    """Let a kernel's product give its sums as they are: of logits, which are adjusted and sampled in float32."""
+    if isinstance(linear, CpuLinear) and isinstance(linear.product, KernelProduct):
+        linear.product.output_dtype = torch.float32
+
+
+def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:
+    """The layers as one kernel, once they have their weights; None where one of them needs more than that knows."""
+    weights: list[DecoderLayerWeights] = []
+    for layer in layers:
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        products = [linear.product for linear in linears if isinstance(linear, CpuLinear)]
+        kernels = [product for product in products if isinstance(product, KernelProduct)]
+        attention = layer.attention
+        if len(kernels) < len(linears) or not isinstance(attention, Attention):
+            return None
+        library, shape = kernels[0].library, attention.shape
+        if not takes_head(library, shape.head_dim):
+            return None
+        normed = attention if isinstance(attention, NormedAttention) else None
+        qkv, output, gate_up, down = (kernel.matrix for kernel in kernels)
+        weights.append(
+            DecoderLayerWeights(
+                attention_norm=layer.attention_norm.weight,
+                mlp_norm=layer.mlp_norm.weight,
+                query_norm=None if normed is None else normed.weight[0],
+                key_norm=None if normed is None else normed.weight[1],
+                qkv=qkv,
+                output=output,
+                gate_up=gate_up,
+                down=down,
+                eps=layer.attention_norm.eps,
+                cache=attention.cache.index,
+                group=attention.cache.group,
+            )
+        )
+    hidden = len(weights[0].attention_norm)
+    described = DecoderShape(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    return KernelDecoder(DecoderKernel(library, described, weights))

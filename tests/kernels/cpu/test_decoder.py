@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.decoder import (
+    DecoderKernel,
+    DecoderLayerWeights,
+    DecoderShape,
+    DecoderStep,
+    PlainLayer,
+    decoder_reference,
+)
+from tests.kernels.cpu.test_matrix import make
+from tests.layers.test_cpu_product import grouped
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    inner: int
+    bits: int
+    window: int | None = None
+    head_norms: bool = False
+    block_size: int = 16
+
+
+CASES = {
+    "smollm2": Case(9, 3, 64, 576, 1536, 4),
+    "bytes": Case(4, 2, 64, 128, 192, 8),
+    "bfloat16": Case(4, 4, 64, 128, 192, 16),
+    "window": Case(9, 3, 64, 192, 256, 4, window=24),
+    "head norms": Case(4, 4, 32, 128, 256, 4, head_norms=True, block_size=32),
+    "wide heads": Case(8, 2, 128, 256, 512, 4, window=20),
+    "small blocks": Case(8, 1, 96, 256, 512, 4, block_size=8),
+    "widest heads": Case(2, 1, 256, 64, 96, 4, head_norms=True),
+}
+LAYERS = 2
+
+
+class Model:
+    """Random layers, a kernel of them, and rows in a cache that holds nothing that may be read."""
+
+    def __init__(self, library: Library, case: Case, rows: int, length: int) -> None:
+        self.case, self.length = case, length
+        generator = torch.Generator().manual_seed(case.dim + case.hidden)
+        self.shape = DecoderShape(case.hidden, case.heads, case.kv_heads, case.dim)
+
+        def weights(outputs: int, inputs: int, bias: Tensor | None = None, activation: str | None = None):
+            return make(grouped(outputs, inputs, min(case.bits, 8)), case.bits, bias, activation)
+
+        def norm(size: int) -> Tensor:
+            return (1 + torch.randn(size, generator=generator) / 8).bfloat16()
+
+        self.plain: list[PlainLayer] = []
+        layers = []
+        for index in range(LAYERS):
+            norms = [norm(case.hidden), norm(case.hidden)]
+            head_norms = [norm(case.dim) if case.head_norms else None for _ in range(2)]
+            bias = torch.randn((case.heads + 2 * case.kv_heads) * case.dim, generator=generator)
+            qkv, plain_qkv = weights(len(bias), case.hidden, bias)
+            output, plain_output = weights(case.hidden, case.heads * case.dim)
+            gate_up, plain_gate_up = weights(2 * case.inner, case.hidden, activation="silu")
+            down, plain_down = weights(case.hidden, case.inner)
+            layers.append(
+                DecoderLayerWeights(*norms, *head_norms, qkv, output, gate_up, down, eps=1e-5, cache=index, group=0)
+            )
+            self.plain.append(
+                PlainLayer(
+                    *norms, *head_norms, plain_qkv, bias, plain_output, plain_gate_up, plain_down, case.window, 1e-5
+                )
+            )
+        self.kernel = DecoderKernel(library, self.shape, layers)
+        blocks = -(-length // case.block_size)
+        size = (rows * blocks + 1, case.block_size, 2, case.kv_heads, case.dim)
+        self.caches = [torch.full(size, float("nan"), dtype=torch.bfloat16) for _ in range(LAYERS)]
+        self.table = torch.randperm(rows * blocks, generator=generator).view(rows, blocks) + 1
+        angles = torch.outer(torch.arange(length).float(), 10000.0 ** -(torch.arange(0, case.dim, 2) / case.dim))
+        self.cosine = torch.cat((angles.cos(), angles.cos()), -1).bfloat16()
+        self.sine = torch.cat((-angles.sin(), angles.sin()), -1).bfloat16()
+        self.inputs = torch.randn(rows, length, case.hidden, generator=generator).bfloat16()
+
+    def run(self, parts: list[tuple[int, int, int]]) -> Tensor:
+        """A step of (row, first position, tokens); those of one token come first."""
+        places = [(row, position) for row, start, count in parts for position in range(start, start + count)]
+        rows, positions = torch.tensor(places).T.contiguous()
+        singles = sum(count == 1 for _, _, count in parts)
+        starts = [singles]
+        starts += [starts[-1] + sum(c for _, _, c in parts[singles : i + 1]) for i in range(singles, len(parts))]
+        residual = self.inputs[rows, positions]
+        step = DecoderStep(
+            singles=singles,
+            span_starts=torch.tensor(starts),
+            rows=rows,
+            positions=positions,
+            tables=[self.table],
+            windows=[self.case.window],
+            longest=int(positions.max()) + 1,
+        )
+        self.kernel(residual, self.cosine[positions], self.sine[positions], self.caches, step)
+        return residual
+
+    def expected(self, row: int, length: int, dtype: torch.dtype) -> Tensor:
+        def wide(layer: PlainLayer) -> PlainLayer:
+            fields = {name: getattr(layer, name) for name in PlainLayer.__slots__}
+            return replace(layer, **{k: v.to(dtype) for k, v in fields.items() if isinstance(v, Tensor)})
+
+        tables = self.cosine[:length].to(dtype), self.sine[:length].to(dtype)
+        return decoder_reference(
+            self.shape, [wide(x) for x in self.plain], self.inputs[row, :length].to(dtype), *tables
+        )
+
+
+def assert_near(model: Model, row: int, found: Tensor) -> None:
+    """Nearer to float64 than all the same in torch's bfloat16."""
+    exact = model.expected(row, len(found), torch.float64)
+    rounded = (model.expected(row, len(found), torch.bfloat16).double() - exact).abs().mean()
+    assert (found.double() - exact).abs().mean() < rounded
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("chunk", [1000, 77, 13])
+def test_a_prompt_and_what_follows(library: Library, name: str, chunk: int) -> None:
+    prompt, length = 150, 155
+    model = Model(library, CASES[name], 3, length)
+    found = [model.run([(1, at, min(chunk, prompt - at))]) for at in range(0, prompt, chunk)]
+    found += [model.run([(1, at, 1)]) for at in range(prompt, length)]
+    assert_near(model, 1, torch.cat(found))
+
+
+def test_many_keys(library: Library) -> None:
+    """More than a piece of keys, for chunks and for single tokens."""
+    model = Model(library, CASES["bytes"], 1, 700)
+    found = [model.run([(0, 0, 300)]), model.run([(0, 300, 390)])]
+    found += [model.run([(0, at, 1)]) for at in range(690, 700)]
+    assert_near(model, 0, torch.cat(found))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "window", "small blocks"])
+def test_rows_beside_each_other(library: Library, name: str) -> None:
+    """Single tokens and chunks of other rows in one step, with histories of their own."""
+    lengths = [40, 3, 90, 61, 17, 128, 50, 77]
+    model = Model(library, CASES[name], len(lengths), 160)
+    first = [model.run([(row, 0, length)]) for row, length in enumerate(lengths)]
+    parts = [(row, length, 1) for row, length in enumerate(lengths[:5])]
+    parts += [(row, lengths[row], count) for row, count in ((5, 20), (6, 33), (7, 2))]
+    last = model.run(parts).split([count for _, _, count in parts])
+    for row, found in enumerate(first):
+        assert_near(model, row, torch.cat((found, last[row])))
+
+
+def test_a_broken_row_breaks_no_other(library: Library) -> None:
+    model = Model(library, CASES["smollm2"], 2, 64)
+    model.inputs[1] = float("nan")
+    found = model.run([(0, 0, 30), (1, 0, 30)])
+    assert found[30:].isnan().all()
+    assert_near(model, 0, torch.cat((found[:30], model.run([(0, 30, 1), (1, 30, 1)])[:1])))

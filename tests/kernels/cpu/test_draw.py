@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.draw import draw_reference, draw_tokens
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 256, 257, 1000, 49152])
+def test_the_share_that_is_asked_for(compiled: Library, vocabulary: int) -> None:
+    """Against float64: another token only where the sums before and behind it are as near as float32 can tell."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    rows = 40
+    logits = 4 * torch.randn(rows, vocabulary, generator=generator)
+    logits[: rows // 2, ::3] = -torch.inf
+    logits[:, -1] = 1.0  # so that one is finite
+    temperature = 0.2 + 2 * torch.rand(rows, generator=generator)
+    uniform = torch.rand(rows, generator=generator)
+    uniform[:2], uniform[2:4] = 1.0, 2.0**-24
+    found = draw_tokens(compiled, logits, temperature, uniform)
+    shares = torch.softmax(logits.double() / temperature.double()[:, None], -1)
+    sums = shares.cumsum(-1).gather(-1, found[:, None])[:, 0]
+    own = shares.gather(-1, found[:, None])[:, 0]
+    assert (own > 0).all()
+    assert (sums >= uniform - 1e-6).all()
+    assert (sums - own <= uniform + 1e-6).all()
+    assert (found == draw_reference(logits, temperature, uniform)).float().mean() > 0.9
+
+
+def test_rows_are_apart(compiled: Library) -> None:
+    logits, uniform = torch.randn(9, 5000), torch.rand(9)
+    together = draw_tokens(compiled, logits, torch.ones(9), uniform)
+    for row in range(9):
+        assert draw_tokens(compiled, logits[row, None], torch.ones(1), uniform[row, None]) == together[row]
+    logits[3], logits[4] = torch.nan, -torch.inf
+    again = draw_tokens(compiled, logits, torch.ones(9), uniform)
+    assert ((again >= 0) & (again < 5000)).all()
+    assert torch.equal(again[[0, 1, 2, 5, 6, 7, 8]], together[[0, 1, 2, 5, 6, 7, 8]])
+
+
+def test_large_logits_and_small_temperatures(compiled: Library) -> None:
+    logits = torch.tensor([[3e38, -3e38, 2e38], [1.0, 1.001, 0.999]])
+    assert draw_tokens(compiled, logits, torch.tensor([1e-3, 1e-5]), torch.tensor([0.9, 0.9])).tolist() == [0, 1]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.matrix import (
+    KernelMatrix,
+    aligned,
+    kernel_product,
+    matrix_bytes,
+    pack_bfloat16,
+    pack_bias,
+    pack_groups,
+    product_reference,
+    takes_groups,
+    takes_shape,
+)
+from asyncllm.weights.grouped import GroupedTensor
+from tests.layers.test_cpu_product import grouped, rows_of
+
+
+def make(
+    weight: GroupedTensor, bits: int, bias: Tensor | None = None, activation: str | None = None
+) -> tuple[KernelMatrix, Tensor]:
+    """The matrix, and the weights that it stands for in float64."""
+    gated, plain = activation is not None, weight.dequantize()
+    if bits == 16:
+        plain = plain.bfloat16()
+        blocks = pack_bfloat16(plain, gated=gated)
+    else:
+        blocks = pack_groups(weight.codes, weight.scales, weight.zeros, bits, gated=gated)
+    outputs, inputs = weight.shape
+    assert blocks.nbytes == matrix_bytes(outputs, inputs, bits)
+    placed = aligned(blocks.nbytes).copy_(blocks)
+    packed_bias = None if bias is None else pack_bias(bias, gated=gated)
+    return KernelMatrix(placed, packed_bias, outputs, inputs, bits, activation), plain.double()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (208, 576), (4224, 64)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 33, 70])
+def test_nearer_than_bfloat16(library: Library, bits: int, outputs: int, inputs: int, count: int) -> None:
+    """Nearer to float64 than torch's product with weights that are rounded to bfloat16."""
+    weight, x = grouped(outputs, inputs, min(bits, 8)), rows_of(count, inputs)
+    matrix, exact = make(weight, bits)
+    expected = product_reference(x.double(), exact)
+    rounded = product_reference(x, exact.bfloat16())
+    bound = (rounded.double() - expected).abs().mean()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = kernel_product(library, x, matrix, dtype=dtype)
+        assert found.shape == (count, outputs)
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().mean() < (1.0 if dtype == torch.float32 else 1.5) * bound
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_norm_bias_and_activation(
+    library: Library, bits: int, activation: str | None, normed: bool, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    bias = torch.randn(96, generator=generator)
+    norm = (1 + torch.randn(64, generator=generator) / 8).bfloat16() if normed else None
+    matrix, exact = make(grouped(96, 64, min(bits, 8)), bits, bias, activation)
+    x = 3 * rows_of(count, 64)
+    wide_norm = None if norm is None else norm.double()
+    expected = product_reference(x.double(), exact, bias.double(), activation, norm=wide_norm, eps=1e-5)
+    rounded = product_reference(x, exact.bfloat16(), bias.bfloat16(), activation, norm=norm, eps=1e-5)
+    found = kernel_product(library, x, matrix, norm=norm, eps=1e-5, dtype=torch.float32)
+    assert found.shape == (count, matrix.width)
+    assert (found.double() - expected).abs().mean() < (rounded.double() - expected).abs().mean()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_those_of_the_file(library: Library, bits: int) -> None:
+    """Few rows: one column at a time is read back exactly, but for float16's rounding of scale and zero."""
+    weight = grouped(32, 64, bits)
+    scales, zeros = weight.scales.half().float(), (64 * weight.scales).half().float()
+    weight = GroupedTensor(weight.codes, scales, zeros + 2 ** (bits - 1) * scales, bits)
+    matrix, exact = make(weight, bits)
+    found = torch.cat(
+        [kernel_product(library, row[None], matrix, dtype=torch.float32) for row in torch.eye(64).bfloat16()]
+    )
+    torch.testing.assert_close(found.double(), exact.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("count", [1, 4, 7, 16, 40])
+def test_a_row_depends_on_no_other(library: Library, bits: int, count: int) -> None:
+    """To the bit, as long as there are as many; and what is not a number in one stays there."""
+    matrix, _ = make(grouped(64, 96, min(bits, 8)), bits)
+    x = rows_of(count, 96)
+    found = kernel_product(library, x, matrix)
+    others = x.flip(0) * 5
+    for place in {0, count // 2, count - 1}:
+        mixed = others.clone()
+        mixed[place] = x[place]
+        mixed[(place + 1) % count if count > 1 else 0, 5] = float("nan")
+        again = kernel_product(library, mixed, matrix)
+        if count > 1:
+            assert torch.equal(again[place], found[place])
+        assert again[(place + 1) % count].isnan().all()
+
+
+def test_zeros_and_large_numbers(library: Library) -> None:
+    matrix, exact = make(grouped(32, 64, 4), 4)
+    for count in (1, 20):
+        assert not kernel_product(library, torch.zeros(count, 64).bfloat16(), matrix).any()
+        x = 1e30 * rows_of(count, 64)
+        found = kernel_product(library, x, matrix, dtype=torch.float32)
+        torch.testing.assert_close(found.double(), x.double() @ exact.T, rtol=0.02, atol=1e29)
+    assert kernel_product(library, torch.zeros(0, 64).bfloat16(), matrix).shape == (0, 32)
+
+
+def test_what_is_taken() -> None:
+    assert takes_shape(48, 96, gated=False)
+    assert not takes_shape(48, 96, gated=True)  # half is no multiple of 16
+    assert not takes_shape(40, 96, gated=False)
+    assert not takes_shape(48, 80, gated=False)
+    assert not takes_shape(0, 96, gated=False)
+    weight = grouped(16, 64, 4)
+    assert takes_groups(weight.scales, weight.zeros, 4)
+    assert not takes_groups(weight.scales * 1e-8, weight.zeros, 4)
+    assert not takes_groups(weight.scales, weight.zeros + 1e6, 4)
+    assert not takes_groups(weight.scales * float("nan"), weight.zeros, 4)
