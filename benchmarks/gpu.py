@@ -345,7 +345,9 @@ def main() -> int:
     parser.add_argument("--workload", action="append", choices=PROFILES["gpu"])
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="see where decode steps and a prefill spend their time")
-    parser.add_argument("--rows", type=int, nargs="+", default=(1, 32, 128, 256), help="of the profiled decode steps")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=(1, 8, 32, 64, 128, 256), help="of the profiled decode steps"
+    )
     parser.add_argument("--check", action="store_true", help="teacher-force four requests through a float32 model")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu-MODEL.json")
     chosen = parser.parse_args()

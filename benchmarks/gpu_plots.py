@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_plots [FOLDER]
 
-Reads gpu-MODEL.json (all workloads) and profile-MODEL.json (decode steps, `--profile`) of each model of `VLLM` in the
-folder, which is `benchmarks/results` unless told, and writes gpu.png there.
+Reads gpu-MODEL.json (all workloads and, of `--profile`, decode steps) of each model of `VLLM` in the folder, which is
+`benchmarks/results` unless told, and writes gpu.png there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 
 from benchmarks.figures import Figures
 from benchmarks.gpu import GOALS
@@ -76,14 +77,13 @@ class ModelResults:
 
 
 def read_results(folder: Path, model: str) -> ModelResults:
-    """From the model's two files."""
+    """From the model's file."""
     measured = json.loads((folder / f"gpu-{model}.json").read_text(encoding="utf-8"))
-    profiled = json.loads((folder / f"profile-{model}.json").read_text(encoding="utf-8"))
     return ModelResults(
         model=model,
         device=measured["device"],
         figures=median_passes(measured["passes"]),
-        steps=decode_steps(profiled["profiles"]),
+        steps=decode_steps(measured["profiles"]),
     )
 
 
@@ -175,17 +175,20 @@ def draw_steps(axes: Axes, results: Sequence[ModelResults]) -> None:
         axes.plot(rows, measured, color=colour, marker="o")
         axes.plot(rows, [step.floor for step in result.steps], color=colour, marker=".", linestyle="--")
         for row, time in zip(rows, measured, strict=True):
-            axes.annotate(f"{time:.2g}", (row, time), (3, 6), textcoords="offset points", ha="right")
-    axes.set_xticks(rows, [str(row) for row in rows])
+            axes.annotate(f"{time:.2g}", (row, time), (0, 6), textcoords="offset points", ha="center")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows, [str(row) for row in rows], fontsize="small")
+    axes.xaxis.set_minor_locator(NullLocator())
     make_logarithmic(axes)
     axes.margins(x=0.15, y=0.1)
+    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
     bound = f"floor: weights and KV\nat {BANDWIDTH / 1e12:.2f} TB/s"
     axes.legend(
         handles=[
             Line2D([], [], color="black", marker="o", label="measured"),
             Line2D([], [], color="black", marker=".", linestyle="--", label=bound),
         ],
-        loc="lower right",
+        loc="upper left",
         fontsize="small",
     )
     axes.set_title("time of a decode step")

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Checks and measures on a machine with an NVIDIA GPU, in stages. Usage: sh scripts/gpu.sh FOLDER [STAGE ...]
 #
-#   goals-8b goals-qwen   the workloads of both models, with the check of their tokens against a float32 model
+#   goals-8b goals-qwen   the workloads of both models, where the time of a step goes, and the check of their tokens
+#                         against a float32 model
 #   tests                 what only a GPU can test: kernels, the runner, whole engines
 #   http                  chat streams of SmolLM2 and of Qwen3-0.6B over HTTP, of the latter beside the engine alone
 #                         (SMOLLM2: a folder of benchmarks.skeleton, or a GGUF file)
 #   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
-#   profiles              where the time of a step goes, both models
 #   host                  a host that spins or sleeps beside the engine
 #   startup               where the time goes until the first token, with empty caches, both models
 #   settings sampling attention   what single settings and kernels cost
@@ -21,7 +21,7 @@ cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,/^set/p' scripts/gpu.sh | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
 folder=$1
 shift
-[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits profiles host startup settings sampling attention
+[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits host startup settings sampling attention
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 if [ -z "${PYTHON:-}" ]; then
@@ -61,7 +61,7 @@ gpu_tests() {
 }
 
 goals() {
-    "$PYTHON" -m benchmarks.gpu "$1" --passes "${PASSES:-1}" --check --output "$folder/gpu-$1.json"
+    "$PYTHON" -m benchmarks.gpu "$1" --passes "${PASSES:-1}" --check --profile --output "$folder/gpu-$1.json"
 }
 
 both() {
@@ -82,7 +82,6 @@ run() {
     tests) gpu_tests ;;
     http) http ;;
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
-    profiles) both gpu --workload single --profile ;;
     host) both host ;;
     startup) both startup ;;
     settings) both settings ;;
@@ -93,7 +92,7 @@ run() {
 
 seconds() {
     case $1 in
-    goals-8b | profiles | host | attention) echo 300 ;;
+    goals-8b | host | attention) echo 300 ;;
     tests | settings) echo 480 ;;
     goals-qwen | http | limits | sampling | startup) echo 240 ;;
     *) return 1 ;;

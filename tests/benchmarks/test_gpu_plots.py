@@ -41,10 +41,9 @@ def step(rows: int, *, causal: bool = False) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for model, rates in VLLM.items():
-        measured = {"device": "abacus", "passes": [one_pass(name, 1.0) for name in rates]}
-        profiled = {"profiles": {"b": step(32), "a": step(1), "prefill": step(64, causal=True)}}
+        profiles = {"b": step(32), "a": step(1), "prefill": step(64, causal=True)}
+        measured = {"device": "abacus", "passes": [one_pass(name, 1.0) for name in rates], "profiles": profiles}
         (tmp_path / f"gpu-{model}.json").write_text(json.dumps(measured))
-        (tmp_path / f"profile-{model}.json").write_text(json.dumps(profiled))
     return tmp_path
 
 
