@@ -58,6 +58,7 @@ class DecoderStep:
     tables: Sequence[Tensor]  # of each group: [rows, most blocks] int64
     windows: Sequence[int | None]  # of each group: how many keys a query sees, its own among them
     longest: int  # the largest position + 1
+    reads_new: bool  # whether tokens may see keys that the step writes for other rows
 
 
 class DecoderKernel:
@@ -114,6 +115,7 @@ class DecoderKernel:
             tables=ctypes.cast(tables, ctypes.c_void_p),
             table_width=step.tables[0].shape[1],
             longest=step.longest,
+            reads_new=step.reads_new,
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             residual=residual.data_ptr(),
@@ -160,7 +162,7 @@ class _StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "spans")),
         *((name, ctypes.c_void_p) for name in ("span_starts", "rows", "positions", "tables")),
-        *((name, ctypes.c_int64) for name in ("table_width", "longest")),
+        *((name, ctypes.c_int64) for name in ("table_width", "longest", "reads_new")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "residual", "workspace")),
         ("threads", ctypes.c_int64),
     )
