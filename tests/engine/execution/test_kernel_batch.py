@@ -102,12 +102,19 @@ def test_a_prompt_finds_the_blocks_that_the_same_step_fills(tmp_path: Path) -> N
         NONE,
         False,
     )
-    first, second = executor._model.forward(executor._builder.build(lay_out_tokens(plan, rows), rows)).float()
+    batch = executor._builder.build(lay_out_tokens(plan, rows), rows)
+    first, second = executor._model.forward(batch).float()
     exact = logits_of(load(folder, dtype="float32"), ids.tolist(), ())[-1]
     operators = load(folder, dtype="bfloat16", native_kernels=False)
     rounded = (logits_of(operators, ids.tolist(), ())[-1] - exact).abs().mean()
     for found in (first, second):
         assert (found - exact).abs().mean() < 2 * rounded
+    lone = replace(plan, chunks=(Chunk(0, 47, ids[47:48], True), Chunk(2, 48, ids[48:], True)))
+    decoding = replace(plan, chunks=(), decode_rows=np.array([0, 2], np.int32))
+    for plan, reads_new in ((lone, True), (decoding, False)):
+        layers = executor._builder.build(lay_out_tokens(plan, rows), rows).layers
+        assert layers is not None
+        assert layers.reads_new is reads_new
 
 
 def test_heads_of_another_size_go_layer_by_layer(tmp_path: Path) -> None:

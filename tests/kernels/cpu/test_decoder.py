@@ -157,6 +157,15 @@ def test_rows_beside_each_other(library: Library, name: str) -> None:
         assert_near(model, row, torch.cat((found, last[row])))
 
 
+@pytest.mark.parametrize(("name", "length"), [("smollm2", 48), ("window", 80), ("wide heads", 176)])
+def test_nothing_is_read_behind_a_table(library: Library, name: str, length: int) -> None:
+    """A prompt that fills the last row of a table: the number behind it is no block, and would lead anywhere."""
+    model = Model(library, CASES[name], 2, length)
+    size = model.table.numel()
+    model.table = torch.cat((model.table.flatten(), torch.tensor([1 << 40])))[:size].view(2, -1)
+    assert_near(model, 1, torch.cat((model.run([(1, 0, length // 2)]), model.run([(1, length // 2, length // 2)]))))
+
+
 @pytest.mark.parametrize("start", [0, 47], ids=["beside a chunk", "beside a single token"])
 def test_keys_that_another_row_writes_in_the_same_step(library: Library, start: int) -> None:
     """A prompt that begins like another finds its blocks in the step that fills them."""
