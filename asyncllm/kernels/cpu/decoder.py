@@ -74,11 +74,6 @@ class DecoderKernel:
         self._workspace_bytes = library.functions.asyncllm_workspace_bytes
         self._decode = library.functions.asyncllm_decode
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Size of what is kept between steps."""
-        return self._workspace.nbytes
-
     def __call__(
         self, residual: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[Tensor], step: DecoderStep
     ) -> None:
