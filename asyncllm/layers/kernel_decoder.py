@@ -109,7 +109,7 @@ def give_float32(linear: WeightedLayer) -> None:
 
 
 def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:
-    """The layers as one kernel, once they have their weights; None where one of them needs more than that knows."""
+    """The layers as one kernel, once they have their weights; None where one of them needs what it does not have."""
     weights: list[DecoderLayerWeights] = []
     for layer in layers:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
