@@ -70,7 +70,7 @@ class DecoderKernel:
         self._weights = list(layers)  # their memory is what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._caches: Sequence[Tensor] = ()
+        self._addresses: list[int] = []  # of the caches that the structures point to; nothing here holds them
         self._workspace_bytes = library.functions.asyncllm_workspace_bytes
         self._decode = library.functions.asyncllm_decode
 
@@ -83,10 +83,11 @@ class DecoderKernel:
         [blocks, block_size, 2, kv_heads, head_dim] bfloat16, take the tokens' keys and values.
         """
         shape, layers = self._shape, self._layers
-        if caches is not self._caches:
+        addresses = [cache.data_ptr() for cache in caches]
+        if addresses != self._addresses:
             for struct, weights in zip(layers, self._weights, strict=True):
-                struct.cache = caches[weights.cache].data_ptr()
-            self._caches = caches
+                struct.cache = addresses[weights.cache]
+            self._addresses = addresses
         for struct, weights in zip(layers, self._weights, strict=True):
             window = step.windows[weights.group]
             struct.window = _NO_WINDOW if window is None else window

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -175,6 +176,20 @@ def test_keys_that_another_row_writes_in_the_same_step(library: Library, start: 
     found = [model.run([(0, 0, start)])] if start else []
     last, rest = model.run([(1, 48, 1), (0, start, 48 - start)], reads_new=True).split([1, 48 - start])
     assert_near(model, 1, torch.cat((*found, rest, last)))
+
+
+def test_caches_may_change_and_are_not_held(library: Library) -> None:
+    """A text to be embedded brings a cache of its own, and takes it away."""
+    model = Model(library, CASES["smollm2"], 1, 64)
+    first = model.caches
+    found = [model.run([(0, 0, 30)])]
+    model.caches = [torch.full_like(cache, float("nan")) for cache in first]
+    other = model.run([(0, 0, 64)])
+    passing = [weakref.ref(cache) for cache in model.caches]
+    model.caches = first
+    assert [reference() for reference in passing] == [None, None]
+    assert_near(model, 0, other)
+    assert_near(model, 0, torch.cat((*found, model.run([(0, 30, 34)]))))
 
 
 def test_a_broken_row_breaks_no_other(library: Library) -> None:
