@@ -163,7 +163,10 @@ def child_environment(path: Iterable[object]) -> dict[str, str]:
 
 
 def kernel_folder() -> Path:
-    """Where kernels are kept that were compiled for this machine: `ASYNCLLM_KERNELS`, or in the user's cache."""
+    """Where kernels are kept that were compiled for this machine: `ASYNCLLM_KERNELS`, or in the user's cache.
+
+    Raises `RuntimeError` where neither is named and the user has no home.
+    """
     chosen = os.environ.get("ASYNCLLM_KERNELS")
     if chosen:
         return Path(chosen)

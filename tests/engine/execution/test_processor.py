@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 
 import pytest
@@ -76,3 +77,14 @@ def test_without_a_compiler_a_warning_says_what_would_help(
     assert forms.library is None
     assert forms.packed_rows
     assert "install one" in caplog.text
+
+
+def test_without_a_home_torch_computes(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("ASYNCLLM_KERNELS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the system does not know the user
+    with caplog.at_level(logging.WARNING, "asyncllm"):
+        assert product_forms(torch.bfloat16, packs=True, copies=True).library is None
+    assert "home directory" in caplog.text
