@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +166,25 @@ def test_a_broken_row_breaks_no_other(library: Library) -> None:
     found = model.run([(0, 0, 30), (1, 0, 30)])
     assert found[30:].isnan().all()
     assert_near(model, 0, torch.cat((found[:30], model.run([(0, 30, 1), (1, 30, 1)])[:1])))
+
+
+AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap, torch
+from asyncllm.engine.execution.processor import native_kernels
+from tests.kernels.cpu.test_decoder import CASES, Model
+
+model = Model(native_kernels(), CASES["bytes"], rows=1, length=48)
+memory = torch.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), dtype=torch.int64)
+table = memory[mmap.PAGESIZE // 8 - model.table.numel() :][: model.table.numel()].view(model.table.shape)
+model.table = table.copy_(model.table)
+protect = ctypes.CDLL(None).mprotect
+assert protect(ctypes.c_void_p(memory.data_ptr() + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+assert model.run([(0, 0, 48)]).isfinite().all()
+"""
+
+
+def test_nothing_is_read_behind_a_table(compiled: Library) -> None:
+    """A chunk's keys are read 32 at a time, and a row may have blocks for 16 less: the last row of a table."""
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(root)})

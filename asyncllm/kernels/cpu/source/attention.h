@@ -230,12 +230,14 @@ inline void put_values(const History &history, int64_t start, int64_t first, int
   }
 }
 
-// Scores of 16 queries for `count` keys (a multiple of 32) from `start` on: [count, 16], neither scaled nor masked.
-inline void score_keys(const History &history, int64_t start, int64_t count, int64_t head, const std::uint8_t *queries,
-                       float *scores) {
+// Scores of 16 queries for `count` keys (a multiple of 32) from `start` on: [count, 16], neither scaled nor masked. The
+// row has no key, and perhaps no place in a table, after `last`.
+inline void score_keys(const History &history, int64_t start, int64_t count, int64_t last, int64_t head,
+                       const std::uint8_t *queries, float *scores) {
   const int64_t parts = history.heads.dim / 32, stride = 2 * history.line_size();
   for (int64_t key = 0; key < count; key += 32) {
-    const bf16 *first = history.key(start + key, head), *second = history.key(start + key + 16, head);
+    const int64_t upper = start + key + 16;
+    const bf16 *first = history.key(start + key, head), *second = upper > last ? first : history.key(upper, head);
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t part = 0; part < parts; ++part) {
@@ -361,7 +363,7 @@ inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history
           _mm512_min_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + token))),
                            _mm512_set1_epi32(static_cast<int>(last)));
       float *output = outputs + tile * 16 * dim;
-      score_keys(history, start, seen, head, queries + tile * 32 * dim, scores);
+      score_keys(history, start, seen, last, head, queries + tile * 32 * dim, scores);
       weigh_keys(positions, window, start, seen, scale, dim, scores, most + 16 * tile, sums + 16 * tile, output,
                  weights);
       add_values(dim, seen, values, weights, output);
