@@ -147,6 +147,7 @@ async def _serve(settings: ServeSettings) -> int:
             stop.cancel()
             start.cancel()
             await engine.aclose()
+            gc.unfreeze()  # extension modules print what the interpreter's last collection has left
 
 
 async def _until_the_end(engine: AsyncEngine, app: web.Application, signals: _Signals) -> int:
