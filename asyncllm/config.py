@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -162,15 +163,16 @@ def child_environment(path: Iterable[object]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in path if isinstance(entry, str))}
 
 
-def kernel_folder() -> Path:
-    """Where kernels are kept that were compiled for this machine: `ASYNCLLM_KERNELS`, or in the user's cache.
-
-    Raises `RuntimeError` where neither is named and the user has no home.
-    """
+def kernel_folder() -> Path | None:
+    """Where kernels are kept that were compiled for this machine: `ASYNCLLM_KERNELS`, or in the user's cache; None for
+    a user without a home."""
     chosen = os.environ.get("ASYNCLLM_KERNELS")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncllm" / "kernels"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):
+        return Path(cache or Path.home() / ".cache") / "asyncllm" / "kernels"
+    return None
 
 
 def cpp_compiler() -> str | None:

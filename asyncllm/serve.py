@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncllm import AsyncEngine
-from asyncllm.api import create_aiohttp_app
+from asyncllm import AsyncEngine, api
 from asyncllm.api.settings import ApiSettings
 from asyncllm.config import EngineConfig, read_environment
 from asyncllm.errors import ConfigError
@@ -120,10 +119,10 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 async def _serve(settings: ServeSettings) -> int:
+    engine = AsyncEngine(settings.model, config=settings.engine)
+    app = api.create_aiohttp_app(engine, settings=settings.api)
     from aiohttp import web  # noqa: PLC0415  # of the extra `api`; without it, create_aiohttp_app has said so
 
-    engine = AsyncEngine(settings.model, config=settings.engine)
-    app = create_aiohttp_app(engine, settings=settings.api)
     signals = _Signals()
     with _listener(settings.server) as listener, signals:
         _say(f"loading {settings.model}")
@@ -148,6 +147,7 @@ async def _serve(settings: ServeSettings) -> int:
             stop.cancel()
             start.cancel()
             await engine.aclose()
+            gc.unfreeze()  # extension modules print what the interpreter's last collection has left
 
 
 async def _until_the_end(engine: AsyncEngine, app: web.Application, signals: _Signals) -> int:

@@ -46,6 +46,29 @@ def greedy(model: str, prompt: str, max_tokens: int) -> str:
     return asyncio.run(run())
 
 
+WITHOUT_EXTRAS = """
+import sys
+extras = ("aiohttp", "llguidance", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
+sys.modules.update(dict.fromkeys(extras))
+from asyncllm.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_commands_need_no_extra_but_their_own(tiny: str) -> None:
+    """`make demo` installs none."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    generated = run("generate", tiny, "Once", "--max-tokens", "2")
+    assert (generated.returncode, generated.stderr) == (0, "")
+    served = run("serve", tiny)
+    assert served.returncode == 1
+    assert served.stderr == "asyncllm: error: the API needs aiohttp: pip install 'asyncllm[api]'\n"
+
+
 # --- flags ---
 
 

@@ -58,3 +58,14 @@ def test_dependencies_are_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *(r for group in project["optional-dependencies"].values() for r in group)]
     assert [r for r in wanted if "==" in r.split(";")[0]] == []
+
+
+@pytest.mark.parametrize("missing", ["aiohttp", "prometheus_client", "pydantic"])
+@pytest.mark.parametrize("name", ["create_aiohttp_app", "create_asgi_app"])
+def test_the_api_names_what_it_needs(name: str, missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom asyncllm import api, errors\n"
+    code += f"try: api.{name}\nexcept errors.DependencyError as error: print(error)\nelse: print('all there')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    needless = missing == "aiohttp" and name == "create_asgi_app"
+    wanted = "all there" if needless else f"the API needs {missing}: pip install 'asyncllm[api]'"
+    assert run.stdout.strip() == wanted

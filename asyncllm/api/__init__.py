@@ -43,7 +43,7 @@ def __getattr__(name: str) -> object:
     try:
         module = import_module(f"asyncllm.api.{_HOMES[name]}")
     except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] in ("aiohttp", "pydantic", "pydantic_core"):
+        if error.name and error.name.split(".")[0] in ("aiohttp", "prometheus_client", "pydantic", "pydantic_core"):
             raise DependencyError(f"the API needs {error.name}: pip install 'asyncllm[api]'") from error
         raise
     value = getattr(module, name)

@@ -46,7 +46,7 @@ def _compiled_kernels() -> Library | None:
     """Once a process: a compiler that failed fails again."""
     try:
         return load_library(kernel_folder(), cpp_compiler())
-    except (BuildError, RuntimeError) as error:  # the latter where there is no folder to keep them in
+    except BuildError as error:
         logger.warning(
             "no kernels for this processor, so torch's operators compute, at a fraction of the speed: %s", error
         )

@@ -70,6 +70,7 @@ def main(descriptor: int, host: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
         if not Child(connection).serve():
             os._exit(_ORPHANED)
+    gc.unfreeze()  # extension modules print what the interpreter's last collection has left
 
 
 def _watch(host: int) -> None:

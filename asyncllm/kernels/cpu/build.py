@@ -9,16 +9,24 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
+import selectors
+import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger("asyncllm")
 
 SOURCE = Path(__file__).parent / "source"
 _MAIN = "decoder.cpp"
@@ -29,6 +37,8 @@ _FLAGS = (
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 """A compiler that takes longer is given up."""
+_MOST_SAID, _MOST_TOLD = 1 << 16, 300
+"""Bytes of a compiler's messages, and characters of the one that is passed on."""
 
 
 class BuildError(Exception):
@@ -43,24 +53,51 @@ class Library:
     tiles: bool  # whether the processor's matrix unit (AMX) may be used
 
 
-def load_library(folder: Path, compiler: str | None = None) -> Library:
+def load_library(folder: Path | None, compiler: str | None = None) -> Library:
     """The kernels, from `folder` or compiled into it; `compiler`, if any, is the only one that is tried.
 
-    Raises `BuildError`.
+    Where there is no folder, or it cannot be written to, or others can do so, none is kept: they are compiled at every
+    start. Raises `BuildError`.
     """
-    commands = [tuple(compiler.split())] if compiler else list(_compilers())
+    commands = [_words(compiler)] if compiler else list(_compilers())
     if not commands:
         raise BuildError("there is no C++ compiler: install g++ or clang++, or `pip install ziglang`")
+    names = [f"kernels-{_key(command)}.so" for command in commands]
+    if folder is not None:
+        folder = folder.absolute()  # the loader searches elsewhere for a name without a folder
+        trusted = _is_ours(folder)
+        for name in names if trusted else ():
+            with suppress(OSError):  # what cannot be loaded is made anew
+                return _load(folder / name)
+        if not trusted or not os.access(folder, os.W_OK):
+            logger.warning("kernels are compiled at every start: %s cannot be written to, or others can do so", folder)
+            folder = None
     failures = []
-    for command in commands:
-        binary = folder / f"kernels-{_key(command)}.so"
+    for command, name in zip(commands, names, strict=True):
         try:
-            if not binary.exists():
-                _compile(command, binary)
-            return _load(binary)
+            return _compile(command, name, folder)
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{' '.join(command)}: {_reason(error)}")
     raise BuildError("; ".join(failures))
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise BuildError(f"the C++ compiler {command!r} is no command: {error}") from error
+    if not words:
+        raise BuildError(f"the C++ compiler {command!r} is no command")
+    return tuple(words)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody but this user and root can have put there what lies in the folder, which is made if need be."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+        return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return False
 
 
 def _compilers() -> Iterator[tuple[str, ...]]:
@@ -88,27 +125,59 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _compile(command: Sequence[str], binary: Path) -> None:
-    """Several processes may do so at once: the file appears whole, and one of equal ones stays."""
-    binary.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=binary.parent) as scratch:
-        made = Path(scratch) / binary.name
-        subprocess.run(
-            [*command, *_FLAGS, str(SOURCE / _MAIN), "-o", str(made)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-        os.replace(made, binary)
+def _compile(command: Sequence[str], name: str, folder: Path | None) -> Library:
+    """Several processes may do so at once: the file appears whole, once it could be loaded, and one of equal ones
+    stays."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / name
+        _run_compiler([*command, *_FLAGS, str(SOURCE / _MAIN), "-o", str(made)])
+        library = _load(made)
+        if folder is not None:
+            os.replace(made, folder / name)
+        return library
+
+
+def _run_compiler(command: Sequence[str]) -> None:
+    """Wait for it as long as `_SECONDS`; it reads nothing, and of what it says no more than `_MOST_SAID` is kept."""
+    said = b""
+    deadline = time.monotonic() + _SECONDS
+    with (
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that the programs that a compiler runs can be ended with it
+        ) as process,
+        selectors.DefaultSelector() as selector,
+    ):
+        assert process.stderr is not None
+        selector.register(process.stderr, selectors.EVENT_READ)
+        try:
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                if not (piece := os.read(process.stderr.fileno(), 1 << 16)):
+                    break
+                said = (said + piece)[:_MOST_SAID]
+                if time.monotonic() > deadline:
+                    break
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command[:1], _SECONDS) from error
+    if status:
+        raise subprocess.CalledProcessError(status, command[:1], stderr=said.decode(errors="replace"))
 
 
 def _load(binary: Path) -> Library:
+    """Raises `OSError` where it is not what was compiled."""
     _share_openmp()
     functions = ctypes.CDLL(str(binary))
-    for name in ("features", "takes_head", "workspace_bytes", "product_workspace_bytes"):
-        getattr(functions, f"asyncllm_{name}").restype = ctypes.c_int64
-    return Library(functions, tiles=bool(functions.asyncllm_features() & 1))
+    try:
+        for name in ("features", "takes_head", "workspace_bytes", "product_workspace_bytes"):
+            getattr(functions, f"asyncllm_{name}").restype = ctypes.c_int64
+        return Library(functions, tiles=bool(functions.asyncllm_features() & 1))
+    except AttributeError as error:
+        raise OSError(f"not our kernels: {error}") from error
 
 
 def _share_openmp() -> None:
@@ -124,5 +193,5 @@ def _reason(error: Exception) -> str:
     """The first line that says what is wrong."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in str(error.stderr).splitlines() if "error" in line]
-        return lines[0] if lines else f"ended with status {error.returncode}"
+        return lines[0][:_MOST_TOLD] if lines else f"ended with status {error.returncode}"
     return str(error)

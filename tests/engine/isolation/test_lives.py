@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncllm.testing.tiny_models import write_tiny_model
 from tests.engine.programs import start_program
 
 HEAD = """
@@ -239,3 +240,17 @@ def test_what_the_child_prints_goes_to_standard_error() -> None:
     """)
     out, err = process.communicate(timeout=60)
     assert (out, err) == ("up\n", "printed by the model\n")
+
+
+def test_a_model_of_ours_ends_without_a_word(tmp_path: Path) -> None:
+    """An extension module prints what it thinks is leaked."""
+    process = start_program(f"""
+        import asyncio
+        from asyncllm import AsyncEngine
+        async def main():
+            async with AsyncEngine({str(write_tiny_model(tmp_path))!r}, isolation="process"):
+                pass
+        asyncio.run(main())
+    """)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0

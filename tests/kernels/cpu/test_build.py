@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import tomllib
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +53,126 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list((tmp_path / "kernels").iterdir()) == []
     with pytest.raises(BuildError, match="missing"):
         load_library(tmp_path / "kernels", str(tmp_path / "missing"))
+
+
+def write_compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return f"'{path}'"
+
+
+@pytest.fixture(scope="module")
+def quick(compiled: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compiler that has done its work already."""
+    folder = tmp_path_factory.mktemp("quick")
+    load_library(folder)
+    (binary,) = folder.iterdir()
+    return write_compiler(folder / "compiler", f"for out; do :; done\ncp '{binary}' \"$out\"")
+
+
+def test_a_compiler_that_hangs_ends_with_what_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_SECONDS", 0.5)
+    hangs = write_compiler(tmp_path / "it hangs", f"sleep 1000 & echo $! > '{tmp_path}/child'\nwait")
+    with pytest.raises(BuildError, match=r"it hangs: .*timed out after 0\.5 seconds"):
+        load_library(tmp_path / "kernels", hangs)
+    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    for _ in range(100):  # whoever takes orphans in may be slow to
+        if not status.exists() or status.read_text().rsplit(")")[1].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError("its child goes on")
+
+
+def test_a_compiler_that_talks_for_ever_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_SECONDS", 0.5)
+    talks = write_compiler(tmp_path / "talks", "yes error: $(head -c 9999 /dev/zero | tr '\\0' x) >&2")
+    tracemalloc.start()
+    try:
+        with pytest.raises(BuildError, match="timed out"):
+            load_library(tmp_path / "kernels", talks)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    talks = write_compiler(tmp_path / "ends", "echo error: $(head -c 9999 /dev/zero | tr '\\0' x) >&2; exit 1")
+    with pytest.raises(BuildError) as raised:
+        load_library(tmp_path / "kernels", talks)
+    assert len(str(raised.value)) < 600
+
+
+def test_a_compiler_gets_no_input(quick: str, tmp_path: Path) -> None:
+    asks = write_compiler(tmp_path / "asks", f'read line && exit 3; exec {quick} "$@"')
+    code = "import sys; from pathlib import Path; import torch; from asyncllm.kernels.cpu.build import load_library\n"
+    command = [sys.executable, "-c", f"{code}load_library(Path(sys.argv[1]), sys.argv[2])", str(tmp_path / "k"), asks]
+    subprocess.run(command, check=True, input=b"a line\n", env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("name", [" ", "g++ 'a"])
+def test_a_name_that_is_no_command(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="is no command"):
+        load_library(tmp_path, name)
+
+
+@pytest.mark.parametrize("made", ["echo nonsense", "true", "echo 'int x;' | c++ -x c++ -shared - -o /dev/stdout"])
+def test_a_compiler_that_makes_something_else(compiled: Library, made: str, tmp_path: Path) -> None:
+    wrong = write_compiler(tmp_path / "wrong", f'for out; do :; done\n{made} > "$out"')
+    with pytest.raises(BuildError, match="wrong: "):
+        load_library(tmp_path / "kernels", wrong)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", [b"", b"nonsense"])
+def test_what_was_kept_and_cannot_be_loaded_is_compiled_anew(kept: bytes, quick: str, tmp_path: Path) -> None:
+    load_library(tmp_path, quick)
+    (binary,) = tmp_path.iterdir()
+    whole = binary.read_bytes()
+    binary.unlink()
+    binary.write_bytes(kept)
+    load_library(tmp_path, quick)
+    assert binary.read_bytes() == whole
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_nothing_is_loaded_that_others_may_have_planted(
+    mode: int, quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_library(tmp_path, quick)
+    tmp_path.chmod(mode)
+    loaded: list[Path] = []
+    load = build._load
+
+    def noted(binary: Path) -> Library:
+        loaded.append(binary)
+        return load(binary)
+
+    monkeypatch.setattr(build, "_load", noted)
+    load_library(tmp_path, quick)
+    (one,) = loaded
+    assert not one.is_relative_to(tmp_path)
+    assert "others can do so" in caplog.text
+
+
+def test_nothing_is_loaded_from_the_folder_of_another_user(
+    compiled: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert build._is_ours(tmp_path) == (owner == 0)
+    if owner == 0:
+        os.chown(tmp_path, 12345, -1)
+        assert not build._is_ours(tmp_path)
+
+
+def test_without_a_place_to_keep_them(compiled: Library, quick: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file" / "folder", Path("/proc/kernels")):
+        assert load_library(folder, quick).tiles == compiled.tiles
+
+
+def test_a_folder_named_from_where_the_program_is(quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_library(Path("."), quick)
+    monkeypatch.setattr(build, "_compile", None)
+    load_library(Path("."), quick)
 
 
 def test_no_second_team_of_threads(compiled: Library, tmp_path: Path) -> None:

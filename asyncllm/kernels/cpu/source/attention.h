@@ -230,14 +230,14 @@ inline void put_values(const History &history, int64_t start, int64_t first, int
   }
 }
 
-// Scores of 16 queries for `count` keys (a multiple of 32) from `start` on: [count, 16], neither scaled nor masked.
-// Behind the 16 keys that `last` is among, which may be the end of a block table, those are read once more.
+// Scores of 16 queries for `count` keys (a multiple of 32) from `start` on: [count, 16], neither scaled nor masked. The
+// row has no key, and perhaps no place in a table, after `last`.
 inline void score_keys(const History &history, int64_t start, int64_t count, int64_t last, int64_t head,
                        const std::uint8_t *queries, float *scores) {
   const int64_t parts = history.heads.dim / 32, stride = 2 * history.line_size();
   for (int64_t key = 0; key < count; key += 32) {
-    const bf16 *first = history.key(start + key, head),
-               *second = history.key(std::min(start + key + 16, last / 16 * 16), head);
+    const int64_t upper = start + key + 16;
+    const bf16 *first = history.key(start + key, head), *second = upper > last ? first : history.key(upper, head);
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t part = 0; part < parts; ++part) {

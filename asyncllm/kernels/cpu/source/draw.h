@@ -20,9 +20,9 @@ inline __m512 logits_at(const float *logits, std::int64_t at, std::int64_t vocab
 inline std::int64_t draw(const float *logits, std::int64_t vocabulary, float temperature, float uniform, double *ends) {
   __m512 most = _mm512_set1_ps(-INFINITY);
   for (std::int64_t i = 0; i < vocabulary; i += kLanes) most = _mm512_max_ps(most, logits_at(logits, i, vocabulary));
-  // the largest becomes 0 before the division, so that no temperature makes it overflow; nor is its inverse infinite
-  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most)),
-               factor = _mm512_set1_ps(std::min(kLog2E / temperature, std::numeric_limits<float>::max()));
+  // the largest becomes 0 before the division, so that no temperature makes it overflow, and no factor is infinite
+  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+  const __m512 factor = _mm512_set1_ps(std::min(kLog2E / temperature, std::numeric_limits<float>::max()));
   const auto weights = [&](std::int64_t at) {
     return exp2(_mm512_mul_ps(_mm512_sub_ps(logits_at(logits, at, vocabulary), largest), factor));
   };
