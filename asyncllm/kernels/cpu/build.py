@@ -40,6 +40,7 @@ class Library:
     """The loaded kernels."""
 
     functions: ctypes.CDLL
+    short: ctypes.PyDLL  # the same, for calls so short that the interpreter is not given up for them
     tiles: bool  # whether the processor's matrix unit (AMX) may be used
 
 
@@ -105,10 +106,11 @@ def _compile(command: Sequence[str], binary: Path) -> None:
 
 def _load(binary: Path) -> Library:
     _share_openmp()
-    functions = ctypes.CDLL(str(binary))
+    functions, short = ctypes.CDLL(str(binary)), ctypes.PyDLL(str(binary))
     for name in ("features", "takes_head", "workspace_bytes", "product_workspace_bytes"):
-        getattr(functions, f"asyncllm_{name}").restype = ctypes.c_int64
-    return Library(functions, tiles=bool(functions.asyncllm_features() & 1))
+        for handle in (functions, short):
+            getattr(handle, f"asyncllm_{name}").restype = ctypes.c_int64
+    return Library(functions, short, tiles=bool(functions.asyncllm_features() & 1))
 
 
 def _share_openmp() -> None:
