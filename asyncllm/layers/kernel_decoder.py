@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.decoder import DecoderKernel, DecoderLayerWeights, DecoderShape, DecoderStep, takes_head
+from asyncllm.kernels.cpu.lines import take_lines
 from asyncllm.layers.attention import Attention, NormedAttention
 from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.cpu_product import KernelProduct
@@ -17,7 +19,7 @@ from asyncllm.layers.linear import WeightedLayer
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.paged_attention import AttentionLayer
 from asyncllm.layers.residual import Residual
-from asyncllm.layers.rope import Rotation
+from asyncllm.layers.rope import RotaryEmbedding, Rotation, TabledRotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,24 @@ class DecoderParts(Protocol):
 class KernelDecoder:
     """All layers of a model."""
 
-    def __init__(self, kernel: DecoderKernel) -> None:
+    def __init__(self, library: Library, kernel: DecoderKernel, embedding: Tensor, rotary: RotaryEmbedding) -> None:
+        """`embedding` is the table of tokens."""
+        self._library = library
         self._kernel = kernel
+        self._embedding = embedding
+        self._rotary = rotary
+        whole = rotary.whole() if isinstance(rotary, TabledRotary) else None
+        self._turns = None if whole is None else (whole.cosine[:, 0].contiguous(), whole.sine[:, 0].contiguous())
 
-    def __call__(self, residual: Residual, rotation: Rotation, batch: KernelBatch) -> None:
-        """Add to the stream."""
+    def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
+        """What the embedding and all layers add up to.
+
+        Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
+        now, others wait for it, and would be waited for.
+        """
+        library = self._library
+        residual = take_lines(library, self._embedding, token_ids)
+        cosine, sine = self._rotation(batch.positions, lengths)
         step = DecoderStep(
             singles=batch.singles,
             span_starts=batch.span_starts,
@@ -99,7 +114,17 @@ class KernelDecoder:
             longest=batch.longest,
             reads_new=batch.reads_new,
         )
-        self._kernel(residual.settle(), rotation.cosine, rotation.sine, batch.caches, step)
+        self._kernel(residual, cosine, sine, batch.caches, step)
+        return Residual(residual.view(torch.bfloat16))
+
+    def _rotation(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._turns is None or not isinstance(self._rotary, TabledRotary):
+            rotation = self._rotary(positions, lengths)
+            assert isinstance(rotation, Rotation)
+            return rotation.cosine, rotation.sine
+        cosine, sine = self._turns
+        lines = self._rotary.lines(positions, lengths)
+        return take_lines(self._library, cosine, lines), take_lines(self._library, sine, lines)
 
 
 def give_float32(linear: WeightedLayer) -> None:
@@ -108,7 +133,9 @@ def give_float32(linear: WeightedLayer) -> None:
         linear.product.output_dtype = torch.float32
 
 
-def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:
+def make_kernel_decoder(
+    layers: Sequence[DecoderParts], embedding: Tensor, rotary: RotaryEmbedding
+) -> KernelDecoder | None:
     """The layers as one kernel, once they have their weights; None where one of them needs what it does not have."""
     weights: list[DecoderLayerWeights] = []
     for layer in layers:
@@ -140,4 +167,4 @@ def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:
         )
     hidden = len(weights[0].attention_norm)
     described = DecoderShape(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return KernelDecoder(DecoderKernel(library, described, weights))
+    return KernelDecoder(library, DecoderKernel(library, described, weights), embedding, rotary)

@@ -196,14 +196,14 @@ def make_rotary_embedding(rope: DefaultRope, dim: int, max_length: int, placemen
     original = getattr(rope, "original_max_position_embeddings", max_length)
     if isinstance(rope, DynamicRope) and max_length > original:
         return (_KernelComputedRotary if placement.kernels else _ComputedRotary)(rope, dim, placement)
-    tabled = _KernelTabledRotary if placement.kernels else _TabledRotary
+    tabled = _KernelTabledRotary if placement.kernels else TabledRotary
     if isinstance(rope, LongRope) and max_length > original:
         frequencies = [rope.frequencies(dim), rope.long_frequencies(dim)]
         return tabled(frequencies, rope.attention_scale, max_length, original, placement)
     return tabled([rope.frequencies(dim)], rope.attention_scale, max_length, max_length, placement)
 
 
-class _TabledRotary:
+class TabledRotary:
     """Cosines and sines of every position, in one or two tables below each other; the second is for long lengths."""
 
     def __init__(
@@ -218,7 +218,12 @@ class _TabledRotary:
         self.length_dependent = len(frequencies) > 1
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
+        """See `RotaryEmbedding`."""
         return _rotation(*self.table.index_select(0, self.lines(positions, lengths)).chunk(2, dim=-1))
+
+    def whole(self) -> Rotation:
+        """The rotation of each line of the table."""
+        return _rotation(*self.table.chunk(2, dim=-1))
 
     def lines(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """The line of the table of each token."""
@@ -228,6 +233,7 @@ class _TabledRotary:
         return torch.where(lengths > self.original, positions + self.max_length, positions)
 
     def memory_bytes(self) -> int:
+        """See `RotaryEmbedding`."""
         return self.table.nbytes
 
 
@@ -255,12 +261,12 @@ class _ComputedRotary:
 
 
 class _KernelTabledRotary:
-    """The tables of a `_TabledRotary`, for kernels."""
+    """The tables of a `TabledRotary`, for kernels."""
 
     def __init__(
         self, frequencies: list[Tensor], scale: float, max_length: int, original: int, placement: Placement
     ) -> None:
-        self.tabled = _TabledRotary(frequencies, scale, max_length, original, placement)
+        self.tabled = TabledRotary(frequencies, scale, max_length, original, placement)
         self.length_dependent = self.tabled.length_dependent
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> TabledRotation:

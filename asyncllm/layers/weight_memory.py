@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -22,6 +24,10 @@ _PAGE = 2 << 20
 _ALIGNMENT = 64
 _COLLAPSE = 25
 """`MADV_COLLAPSE` of Linux 6.1, which Python's `mmap` does not name: put pages that were written into a huge one."""
+
+
+_POPULATE = 23
+"""`MADV_POPULATE_WRITE` of Linux 5.14, which Python's `mmap` does not name: take pages as a write would."""
 
 
 class WeightMemory:
@@ -63,3 +69,33 @@ def collapse_pages(address: int, size: int) -> None:
     advise = ctypes.CDLL(None).madvise
     for page in range(address // _PAGE * _PAGE, address + size, _PAGE):
         advise(ctypes.c_void_p(page), ctypes.c_size_t(_PAGE), _COLLAPSE)  # what it cannot do it refuses
+
+
+@contextmanager
+def taking_pages(pieces: Sequence[Tensor]) -> Iterator[None]:
+    """Take the pages of these pieces of `take_memory` on a thread beside the block, which ends when both are done.
+
+    A step that writes to a huge page first waits for the system to clear it, and in a virtual machine for the host to
+    give it: up to 5 ms each.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    thread = threading.Thread(target=_take_pages, args=(pieces,), name="asyncllm-pages", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _take_pages(pieces: Sequence[Tensor]) -> None:
+    advise = ctypes.CDLL(None).madvise  # one page at a time: the system makes nobody else wait for longer
+    for piece in pieces:
+        first = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = piece.data_ptr() + piece.nbytes
+        while first < end:
+            last = min(end, first // _PAGE * _PAGE + _PAGE)
+            if advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _POPULATE):
+                return  # what the system cannot do, the steps will
+            first = last

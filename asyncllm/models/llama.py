@@ -147,19 +147,18 @@ class Llama:
 
     def _residual(self, batch: ForwardBatch) -> Residual:
         """What the layers leave at the sampled tokens: [s, hidden_size]."""
-        rotation = self.rotary(batch.positions, batch.lengths)
-        residual = Residual(self.embedding(batch.token_ids))
         if self.decoder is not None and batch.layers is not None:
-            assert isinstance(rotation, Rotation)
-            self.decoder(residual, rotation, batch.layers)
+            residual = self.decoder(batch.token_ids, batch.lengths, batch.layers)
         else:
+            rotation = self.rotary(batch.positions, batch.lengths)
+            residual = Residual(self.embedding(batch.token_ids))
             for layer in self.layers:
                 layer(residual, rotation, batch)
         return residual if batch.sampled is None else Residual(residual.settle().index_select(0, batch.sampled))
 
     def join_layers(self) -> None:
         """Once the weights are there: make one kernel of all layers, where the processor has it."""
-        self.decoder = make_kernel_decoder(self.layers)
+        self.decoder = make_kernel_decoder(self.layers, self.embedding.weight, self.rotary)
         give_float32(self.head)
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:

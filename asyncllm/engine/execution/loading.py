@@ -25,6 +25,7 @@ from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import kernel_bytes, packable, packed_bytes
 from asyncllm.layers.parameter import CheckpointTensor, Placement
 from asyncllm.layers.product_forms import ProductForms
+from asyncllm.layers.weight_memory import taking_pages
 from asyncllm.models.checkpoint import EMBEDDING, fill_weights, load_weights
 from asyncllm.models.configuration import ModelConfig
 from asyncllm.models.registry import find_architecture, read_model_config
@@ -34,6 +35,9 @@ from asyncllm.weights.tensors import grouped_bits, iterate_grouped, iterate_tens
 _Tensors = Iterable[tuple[str, CheckpointTensor]]
 _COPIES_SHARE = 2
 """Dense copies of packed weights take at most one part in so many of the memory that is left beside the weights."""
+
+_FIRST_BYTES = 192 << 20
+"""Of the cache, what is the process's own from the start: the blocks that are used first."""
 
 
 async def load_runner(source: ModelSource, config: EngineConfig, head_start: HeadStart) -> tuple[Runner, ModelFacts]:
@@ -80,12 +84,14 @@ def load_executor(
     sizes = choose_sizes(config, model_config, dtype, free - needed.weights - copies * needed.copies)
     placement = Placement(dtype, torch.device("cpu"), products=replace(forms, copies=copies))
     model = make_model(model_config, sizes.layout.layers, sizes.max_model_len, placement)
-    if source.load_format == "dummy":
-        fill_weights(model)
-    else:
-        load_weights(model, interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
-    model.join_layers()
     cache = sizes.layout.allocate(sizes.num_blocks, dtype)
+    first_blocks = min(len(cache[0]), _FIRST_BYTES // sizes.layout.block_bytes(dtype))
+    with taking_pages([layer[:first_blocks] for layer in cache]):
+        if source.load_format == "dummy":
+            fill_weights(model)
+        else:
+            load_weights(model, interruptible(iterate_grouped(source) if packs else iterate_tensors(source)))
+    model.join_layers()
     row_blocks = -(-sizes.max_model_len // sizes.layout.block_size)
     rows = RowState(config.max_num_seqs, len(sizes.layout.groups), row_blocks, model_config.vocab_size)
     memory = {

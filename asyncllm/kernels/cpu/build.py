@@ -50,6 +50,7 @@ class Library:
     """The loaded kernels."""
 
     functions: ctypes.CDLL
+    short: ctypes.PyDLL  # the same, for calls so short that the interpreter is not given up for them
     tiles: bool  # whether the processor's matrix unit (AMX) may be used
 
 
@@ -171,11 +172,12 @@ def _run_compiler(command: Sequence[str]) -> None:
 def _load(binary: Path) -> Library:
     """Raises `OSError` where it is not what was compiled."""
     _share_openmp()
-    functions = ctypes.CDLL(str(binary))
+    functions, short = ctypes.CDLL(str(binary)), ctypes.PyDLL(str(binary))
     try:
-        for name in ("features", "takes_head", "workspace_bytes", "product_workspace_bytes"):
-            getattr(functions, f"asyncllm_{name}").restype = ctypes.c_int64
-        return Library(functions, tiles=bool(functions.asyncllm_features() & 1))
+        for name in ("features", "takes_head", "take_lines", "workspace_bytes", "product_workspace_bytes"):
+            for handle in (functions, short):
+                getattr(handle, f"asyncllm_{name}").restype = ctypes.c_int64
+        return Library(functions, short, tiles=bool(functions.asyncllm_features() & 1))
     except AttributeError as error:
         raise OSError(f"not our kernels: {error}") from error
 

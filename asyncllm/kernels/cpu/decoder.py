@@ -71,16 +71,16 @@ class DecoderKernel:
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._addresses: list[int] = []  # of the caches that the structures point to; nothing here holds them
-        self._workspace_bytes = library.functions.asyncllm_workspace_bytes
+        self._workspace_bytes = library.short.asyncllm_workspace_bytes
         self._decode = library.functions.asyncllm_decode
 
     def __call__(
         self, residual: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[Tensor], step: DecoderStep
     ) -> None:
-        """Put `residual` [n, hidden] bfloat16 through all layers, in place.
+        """Put `residual` [n, hidden] bfloat16, or its bits, through all layers, in place.
 
-        `cosine`, `sine` [n, head_dim] bfloat16, the sines of the first half negated; `caches` as many as layers name,
-        [blocks, block_size, 2, kv_heads, head_dim] bfloat16, take the tokens' keys and values.
+        `cosine`, `sine` [n, head_dim] bfloat16, or their bits, the sines of the first half negated; `caches` as many as
+        layers name, [blocks, block_size, 2, kv_heads, head_dim] bfloat16, take the tokens' keys and values.
         """
         shape, layers = self._shape, self._layers
         addresses = [cache.data_ptr() for cache in caches]

@@ -54,7 +54,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_for_bfloat16_on_processors_that_have_them(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(ctypes.CDLL(None), tiles=False)
+    library = Library(ctypes.CDLL(None), ctypes.PyDLL(None), tiles=False)
     monkeypatch.setattr(processor, "load_library", lambda folder, compiler: library)
     assert product_forms(torch.bfloat16, packs=True, copies=True).library is library
     assert product_forms(torch.float32, packs=True, copies=True).library is None

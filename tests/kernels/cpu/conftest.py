@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from asyncllm.engine.execution import processor
@@ -21,4 +23,4 @@ def library(request: pytest.FixtureRequest, compiled: Library) -> Library:
     """With the matrix unit, and as a processor without one."""
     if request.param and not compiled.tiles:
         pytest.skip("this processor has no matrix unit")
-    return Library(compiled.functions, tiles=request.param)
+    return replace(compiled, tiles=request.param)

@@ -351,6 +351,16 @@ int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int
   return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
 }
 
+// out [rows] = lines of a table, of so many bytes each; 0 where a line is not one of the table's `count`.
+int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int64_t *lines, int64_t rows, int64_t bytes,
+                            std::uint8_t *out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (lines[row] < 0 || lines[row] >= count) return 0;
+    std::memcpy(out + row * bytes, table + lines[row] * bytes, bytes);
+  }
+  return 1;
+}
+
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
 void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
                    const float *uniform, int64_t *found, double *ends, int64_t threads) {
