@@ -48,7 +48,8 @@ def greedy(model: str, prompt: str, max_tokens: int) -> str:
 
 WITHOUT_EXTRAS = """
 import sys
-sys.modules.update(dict.fromkeys(("aiohttp", "llguidance", "prometheus_client", "pydantic", "pydantic_core")))
+extras = ("aiohttp", "llguidance", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
+sys.modules.update(dict.fromkeys(extras))
 from asyncllm.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -59,7 +60,7 @@ def test_commands_need_no_extra_but_their_own(tiny: str) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
-        return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
     generated = run("generate", tiny, "Once", "--max-tokens", "2")
     assert (generated.returncode, generated.stderr) == (0, "")

@@ -26,6 +26,9 @@ DEFAULTS: Mapping[str, float | int] = {
     "repetition_penalty": 1.0,
 }
 
+LEAST_TEMPERATURE = 1e-37
+"""Of those above 0. The inverse of a smaller one is no float32; the likeliest token is all that either leaves."""
+
 WordIds = tuple[int, ...]
 """The tokens of a text that may not be generated."""
 
@@ -111,8 +114,9 @@ class SamplingResolver:
         allowed = None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids)))
         suppressed = tuple(sorted(stop_ids)) if params.min_tokens else ()
         self._check_legal(allowed, bad_words.banned, suppressed)
+        temperature = float(chosen["temperature"])
         return RowSampling(
-            temperature=float(chosen["temperature"]),
+            temperature=max(temperature, LEAST_TEMPERATURE) if temperature > 0 else 0.0,
             top_k=int(chosen["top_k"]),
             top_p=float(chosen["top_p"]),
             min_p=float(chosen["min_p"]),

@@ -39,7 +39,6 @@ __all__ = [
     "jit",
     "jit_unspecialized",
     "launch_next",
-    "multiprocessors",
     "next_power_of_2",
     "overlap_options",
     "tl",
@@ -119,12 +118,6 @@ def _can_overlap(device: torch.device) -> bool:
     if device.type == "meta":  # stands for the GPU there is: what is launched on it is only compiled
         return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many the device has; 1 where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -23,7 +23,6 @@ from asyncllm.kernels.language import (
     jit,
     jit_unspecialized,
     launch_next,
-    multiprocessors,
     next_power_of_2,
     overlap_options,
     tl,
@@ -392,7 +391,7 @@ def _multiply_vector(
         tiling = default_vector_tiling(inputs, gated=activation is not None)
     operands = (x, weight) if norm is None else (x, weight, norm.weight)
     pairs = inputs % 2 == 0 and all(each.element_size() == 2 and each.data_ptr() % 4 == 0 for each in operands)
-    programs = min(ceil_div(outputs, tiling.lines), tiling.programs * multiprocessors(x.device))
+    programs = min(ceil_div(outputs, tiling.lines), tiling.programs * _multiprocessors(x.device))
     _vector_kernel[(programs,)](
         output,
         x,
@@ -496,6 +495,11 @@ def _launch_tiles(
         num_stages=tiling.stages,
         **overlap_options(x.device),
     )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache

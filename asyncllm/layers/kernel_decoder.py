@@ -37,6 +37,7 @@ class KernelBatch:
     singles: int  # tokens alone in their rows; they come first
     span_starts: Tensor  # [chunks + 1] int64: the first token of each chunk, and the number of tokens
     longest: int  # the largest position + 1
+    reads_new: bool  # whether tokens may see keys that the step writes for other rows
     groups: tuple[TableBatch, ...]
     caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
 
@@ -96,6 +97,7 @@ class KernelDecoder:
             tables=[group.table for group in batch.groups],
             windows=[group.window for group in batch.groups],
             longest=batch.longest,
+            reads_new=batch.reads_new,
         )
         self._kernel(residual.settle(), rotation.cosine, rotation.sine, batch.caches, step)
 
@@ -107,7 +109,7 @@ def give_float32(linear: WeightedLayer) -> None:
 
 
 def make_kernel_decoder(layers: Sequence[DecoderParts]) -> KernelDecoder | None:
-    """The layers as one kernel, once they have their weights; None where one of them needs more than that knows."""
+    """The layers as one kernel, once they have their weights; None where one of them needs what it does not have."""
     weights: list[DecoderLayerWeights] = []
     for layer in layers:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from asyncllm import SamplingParams
@@ -57,6 +58,14 @@ def test_defaults() -> None:
     assert row.prompt_logprobs is None
     assert row.counts_tokens
     assert not resolver().resolve(SamplingParams()).sampling.needs_history
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 0.0])
+def test_every_temperature_has_an_inverse(temperature: float) -> None:
+    resolved = resolver().resolve(SamplingParams(temperature=temperature)).sampling.temperature
+    assert (resolved == 0.0) == (temperature == 0.0)
+    if resolved:
+        assert np.isfinite(np.float32(2.0) / np.float32(resolved))
 
 
 def test_equal_parameters_are_resolved_once_and_each_request_has_what_is_its_own() -> None:

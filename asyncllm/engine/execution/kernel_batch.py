@@ -52,6 +52,8 @@ class KernelBatchBuilder:
                 singles=tokens.singles,
                 span_starts=torch.from_numpy(starts),
                 longest=int(tokens.positions.max()) + 1,
+                # a chunk's row may have found blocks that other chunks of the step fill; what decodes has its own
+                reads_new=len(tokens.chunk_firsts) > 0,
                 groups=tuple(
                     TableBatch(torch.from_numpy(table), window)
                     for table, window in zip(rows.tables, self._windows, strict=True)

@@ -58,6 +58,7 @@ class DecoderStep:
     tables: Sequence[Tensor]  # of each group: [rows, most blocks] int64
     windows: Sequence[int | None]  # of each group: how many keys a query sees, its own among them
     longest: int  # the largest position + 1
+    reads_new: bool  # whether tokens may see keys that the step writes for other rows
 
 
 class DecoderKernel:
@@ -69,14 +70,9 @@ class DecoderKernel:
         self._weights = list(layers)  # their memory is what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._caches: Sequence[Tensor] = ()
+        self._addresses: list[int] = []  # of the caches that the structures point to; nothing here holds them
         self._workspace_bytes = library.functions.asyncllm_workspace_bytes
         self._decode = library.functions.asyncllm_decode
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Size of what is kept between steps."""
-        return self._workspace.nbytes
 
     def __call__(
         self, residual: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[Tensor], step: DecoderStep
@@ -87,10 +83,11 @@ class DecoderKernel:
         [blocks, block_size, 2, kv_heads, head_dim] bfloat16, take the tokens' keys and values.
         """
         shape, layers = self._shape, self._layers
-        if caches is not self._caches:
+        addresses = [cache.data_ptr() for cache in caches]
+        if addresses != self._addresses:
             for struct, weights in zip(layers, self._weights, strict=True):
-                struct.cache = caches[weights.cache].data_ptr()
-            self._caches = caches
+                struct.cache = addresses[weights.cache]
+            self._addresses = addresses
         for struct, weights in zip(layers, self._weights, strict=True):
             window = step.windows[weights.group]
             struct.window = _NO_WINDOW if window is None else window
@@ -114,6 +111,7 @@ class DecoderKernel:
             tables=ctypes.cast(tables, ctypes.c_void_p),
             table_width=step.tables[0].shape[1],
             longest=step.longest,
+            reads_new=step.reads_new,
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             residual=residual.data_ptr(),
@@ -160,7 +158,7 @@ class _StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "spans")),
         *((name, ctypes.c_void_p) for name in ("span_starts", "rows", "positions", "tables")),
-        *((name, ctypes.c_int64) for name in ("table_width", "longest")),
+        *((name, ctypes.c_int64) for name in ("table_width", "longest", "reads_new")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "residual", "workspace")),
         ("threads", ctypes.c_int64),
     )

@@ -20,7 +20,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
     `logits` [rows, vocabulary], `temperature` [rows] above 0 and `uniform` [rows] are float32; a token's weight is
     e^(logit / temperature). Rows are apart from each other.
     """
-    logits = logits.contiguous()
+    logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
     rows, vocabulary = logits.shape
     threads = min(torch.get_num_threads(), max(1, rows))
     found = torch.empty(rows, dtype=torch.int64)
@@ -29,8 +29,8 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
         ctypes.c_void_p(logits.data_ptr()),
         ctypes.c_int64(rows),
         ctypes.c_int64(vocabulary),
-        ctypes.c_void_p(temperature.contiguous().data_ptr()),
-        ctypes.c_void_p(uniform.contiguous().data_ptr()),
+        ctypes.c_void_p(temperature.data_ptr()),
+        ctypes.c_void_p(uniform.data_ptr()),
         ctypes.c_void_p(found.data_ptr()),
         ctypes.c_void_p(ends.data_ptr()),
         ctypes.c_int64(threads),

@@ -90,7 +90,7 @@ def pack_groups(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, *, gate
     outputs, inputs = codes.shape
     groups = inputs // GROUP
     order = _order(outputs, gated)
-    unsigned = (codes[order].int() + 2 ** (bits - 1)).to(torch.uint8)
+    unsigned = codes[order].view(torch.uint8) + 2 ** (bits - 1)  # modulo 256
     if bits == 4:
         halves = unsigned.view(-1, FEATURES, groups, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)
         packed = halves[0] | halves[1] << 4  # [blocks, groups, quads, features, 4]

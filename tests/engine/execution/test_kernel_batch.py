@@ -81,6 +81,42 @@ def test_nearer_than_torch_in_bfloat16(name: str, cuts: tuple[int, ...], tmp_pat
     assert (logits_of(kernels, ids, cuts) - exact).abs().mean() < rounded
 
 
+@torch.inference_mode()
+def test_a_prompt_finds_the_blocks_that_the_same_step_fills(tmp_path: Path) -> None:
+    """Equal prompts that come at once, of one token more than three blocks."""
+    if native_kernels() is None:
+        pytest.skip("this processor, or this machine, has no kernels of its own")
+    folder = write_tiny_model(tmp_path, config={"head_dim": 32, "hidden_size": 128})
+    ids = np.random.default_rng(2).integers(0, 512, 49).astype(np.int32)
+    executor = load(folder, dtype="bfloat16", block_size=16)
+    rows = executor._rows
+    for row in (0, 2):
+        rows.join(RowJoin(row, row, GREEDY, prompt_tokens=len(ids)))
+        rows.tables[0, row, :4] = (1, 2, 3, 4 + row)
+    plan = StepPlan(
+        0,
+        (),
+        TableEdits(NONE, NONE, NONE, NONE),
+        NONE.reshape(0, 2),
+        (Chunk(0, 0, ids, True), Chunk(2, 48, ids[48:], True)),
+        NONE,
+        False,
+    )
+    batch = executor._builder.build(lay_out_tokens(plan, rows), rows)
+    first, second = executor._model.forward(batch).float()
+    exact = logits_of(load(folder, dtype="float32"), ids.tolist(), ())[-1]
+    operators = load(folder, dtype="bfloat16", native_kernels=False)
+    rounded = (logits_of(operators, ids.tolist(), ())[-1] - exact).abs().mean()
+    for found in (first, second):
+        assert (found - exact).abs().mean() < 2 * rounded
+    lone = replace(plan, chunks=(Chunk(0, 47, ids[47:48], True), Chunk(2, 48, ids[48:], True)))
+    decoding = replace(plan, chunks=(), decode_rows=np.array([0, 2], np.int32))
+    for plan, reads_new in ((lone, True), (decoding, False)):
+        layers = executor._builder.build(lay_out_tokens(plan, rows), rows).layers
+        assert layers is not None
+        assert layers.reads_new is reads_new
+
+
 def test_heads_of_another_size_go_layer_by_layer(tmp_path: Path) -> None:
     executor = load(write_tiny_model(tmp_path), dtype="bfloat16")  # heads of 16
     assert not isinstance(executor._builder, KernelBatchBuilder)

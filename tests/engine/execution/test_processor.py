@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 
 import pytest
 import torch
 
+from asyncllm.config import kernel_folder
 from asyncllm.engine.execution import processor
 from asyncllm.engine.execution.processor import has_native_bfloat16, native_kernels, product_forms
 from asyncllm.kernels.cpu.build import BuildError, Library
@@ -76,3 +78,11 @@ def test_without_a_compiler_a_warning_says_what_would_help(
     assert forms.library is None
     assert forms.packed_rows
     assert "install one" in caplog.text
+
+
+def test_without_a_home_no_folder_keeps_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled at every start then."""
+    for name in ("ASYNCLLM_KERNELS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the system does not know the user
+    assert kernel_folder() is None

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -202,8 +203,6 @@ def test_no_second_team_of_threads(compiled: Library, tmp_path: Path) -> None:
 
 
 def test_sources_are_in_the_package() -> None:
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "kernels/cpu/source/*" in project["tool"]["setuptools"]["package-data"]["asyncllm"]
     assert {path.suffix for path in SOURCE.iterdir()} == {".cpp", ".h"}

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import weakref
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -91,7 +88,7 @@ class Model:
         self.sine = torch.cat((-angles.sin(), angles.sin()), -1).bfloat16()
         self.inputs = torch.randn(rows, length, case.hidden, generator=generator).bfloat16()
 
-    def run(self, parts: list[tuple[int, int, int]]) -> Tensor:
+    def run(self, parts: list[tuple[int, int, int]], *, reads_new: bool = False) -> Tensor:
         """A step of (row, first position, tokens); those of one token come first."""
         places = [(row, position) for row, start, count in parts for position in range(start, start + count)]
         rows, positions = torch.tensor(places).T.contiguous()
@@ -107,6 +104,7 @@ class Model:
             tables=[self.table],
             windows=[self.case.window],
             longest=int(positions.max()) + 1,
+            reads_new=reads_new,
         )
         self.kernel(residual, self.cosine[positions], self.sine[positions], self.caches, step)
         return residual
@@ -160,31 +158,43 @@ def test_rows_beside_each_other(library: Library, name: str) -> None:
         assert_near(model, row, torch.cat((found, last[row])))
 
 
+@pytest.mark.parametrize(("name", "length"), [("smollm2", 48), ("window", 80), ("wide heads", 176)])
+def test_nothing_is_read_behind_a_table(library: Library, name: str, length: int) -> None:
+    """A prompt that fills the last row of a table: the number behind it is no block, and would lead anywhere."""
+    model = Model(library, CASES[name], 2, length)
+    size = model.table.numel()
+    model.table = torch.cat((model.table.flatten(), torch.tensor([1 << 40])))[:size].view(2, -1)
+    assert_near(model, 1, torch.cat((model.run([(1, 0, length // 2)]), model.run([(1, length // 2, length // 2)]))))
+
+
+@pytest.mark.parametrize("start", [0, 47], ids=["beside a chunk", "beside a single token"])
+def test_keys_that_another_row_writes_in_the_same_step(library: Library, start: int) -> None:
+    """A prompt that begins like another finds its blocks in the step that fills them."""
+    model = Model(library, CASES["smollm2"], 2, 64)
+    model.inputs[1, :48] = model.inputs[0, :48]
+    model.table[1, :3] = model.table[0, :3]
+    found = [model.run([(0, 0, start)])] if start else []
+    last, rest = model.run([(1, 48, 1), (0, start, 48 - start)], reads_new=True).split([1, 48 - start])
+    assert_near(model, 1, torch.cat((*found, rest, last)))
+
+
+def test_caches_may_change_and_are_not_held(library: Library) -> None:
+    """A text to be embedded brings a cache of its own, and takes it away."""
+    model = Model(library, CASES["smollm2"], 1, 64)
+    first = model.caches
+    found = [model.run([(0, 0, 30)])]
+    model.caches = [torch.full_like(cache, float("nan")) for cache in first]
+    other = model.run([(0, 0, 64)])
+    passing = [weakref.ref(cache) for cache in model.caches]
+    model.caches = first
+    assert [reference() for reference in passing] == [None, None]
+    assert_near(model, 0, other)
+    assert_near(model, 0, torch.cat((*found, model.run([(0, 30, 34)]))))
+
+
 def test_a_broken_row_breaks_no_other(library: Library) -> None:
     model = Model(library, CASES["smollm2"], 2, 64)
     model.inputs[1] = float("nan")
     found = model.run([(0, 0, 30), (1, 0, 30)])
     assert found[30:].isnan().all()
     assert_near(model, 0, torch.cat((found[:30], model.run([(0, 30, 1), (1, 30, 1)])[:1])))
-
-
-AT_THE_END_OF_A_PAGE = """
-import ctypes, mmap, torch
-from asyncllm.engine.execution.processor import native_kernels
-from tests.kernels.cpu.test_decoder import CASES, Model
-
-model = Model(native_kernels(), CASES["bytes"], rows=1, length=48)
-memory = torch.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), dtype=torch.int64)
-table = memory[mmap.PAGESIZE // 8 - model.table.numel() :][: model.table.numel()].view(model.table.shape)
-model.table = table.copy_(model.table)
-protect = ctypes.CDLL(None).mprotect
-assert protect(ctypes.c_void_p(memory.data_ptr() + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-assert model.run([(0, 0, 48)]).isfinite().all()
-"""
-
-
-def test_nothing_is_read_behind_a_table(compiled: Library) -> None:
-    """A chunk's keys are read 32 at a time, and a row may have blocks for 16 less: the last row of a table."""
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(root)})

@@ -39,6 +39,13 @@ def test_rows_are_apart(compiled: Library) -> None:
     assert torch.equal(again[[0, 1, 2, 5, 6, 7, 8]], together[[0, 1, 2, 5, 6, 7, 8]])
 
 
+def test_arguments_may_lie_anywhere(compiled: Library) -> None:
+    logits, temperature, uniform = torch.randn(300, 8).T, (torch.rand(8, 2) + 0.5)[:, 0], torch.rand(8, 2)[:, 1]
+    assert not any(each.is_contiguous() for each in (logits, temperature, uniform))
+    expected = draw_tokens(compiled, logits.contiguous(), temperature.contiguous(), uniform.contiguous())
+    assert torch.equal(draw_tokens(compiled, logits, temperature, uniform), expected)
+
+
 def test_large_logits_and_small_temperatures(compiled: Library) -> None:
     logits = torch.tensor([[3e38, -3e38, 2e38], [1.0, 1.001, 0.999]])
     assert draw_tokens(compiled, logits, torch.tensor([1e-3, 1e-5]), torch.tensor([0.9, 0.9])).tolist() == [0, 1]

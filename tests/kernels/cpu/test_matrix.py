@@ -116,6 +116,21 @@ def test_zeros_and_large_numbers(library: Library) -> None:
     assert kernel_product(library, torch.zeros(0, 64).bfloat16(), matrix).shape == (0, 32)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_activations_of_large_numbers(library: Library, activation: str, count: int) -> None:
+    """Whose cube, or power, is no float32."""
+    weight = torch.zeros(32, 32).bfloat16()
+    weight[:, 0] = 1.0
+    matrix = KernelMatrix(aligned(2048).copy_(pack_bfloat16(weight, gated=True)), None, 32, 32, 16, activation)
+    x = torch.zeros(count, 32).bfloat16()
+    for number in (-3e38, -1e18, -1e14, -90.0, 1e14, 3e38):
+        x[:, 0] = number
+        expected = product_reference(x.float(), weight.float(), None, activation)
+        found = kernel_product(library, x, matrix, dtype=torch.float32)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30)
+
+
 def test_what_is_taken() -> None:
     assert takes_shape(48, 96, gated=False)
     assert not takes_shape(48, 96, gated=True)  # half is no multiple of 16

@@ -33,6 +33,7 @@ struct Step {
   const int64_t *const *tables;  // of each cache group: [rows, table_width]
   int64_t table_width;
   int64_t longest;            // keys of the row that has most
+  int64_t reads_new;          // 1: tokens may see keys that this step writes for other rows
   const bf16 *cosine, *sine;  // [tokens, dim]
   bf16 *residual;             // [tokens, hidden], overwritten
   std::uint8_t *workspace;
@@ -260,16 +261,18 @@ class Pass {
   void attend(const Layer &layer, int64_t index) {
     const int64_t heads = model_.keys, singles = step_.singles;
     const Range single = team_.share(singles * heads);
+    const bool waits = step_.spans || step_.reads_new;
     for (int64_t task = single.begin; task < single.end; ++task) {
       turn_head(layer, task / heads, task % heads);
-      attend_one(layer, task / heads, task % heads);
+      if (!waits) attend_one(layer, task / heads, task % heads);
     }
-    if (!step_.spans) return;
+    if (!waits) return;
     const Range others = team_.share((step_.tokens - singles) * heads);
     for (int64_t task = others.begin; task < others.end; ++task) {
       turn_head(layer, singles + task / heads, task % heads);
     }
     team_.wait();  // queries see keys that other threads have written
+    for (int64_t task = single.begin; task < single.end; ++task) attend_one(layer, task / heads, task % heads);
 #ifdef __AMX_BF16__
     if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, tasks_ + index);
 #endif
