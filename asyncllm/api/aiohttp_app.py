@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, Reply
+from asyncllm.api.exchange import BodyTooLarge, BodyUnreadable, Disconnected, Head, Reply
 from asyncllm.api.response_store import ResponseStore
 from asyncllm.api.service import Service
 from asyncllm.api.settings import ApiSettings
@@ -126,11 +126,14 @@ class _Shell:
 async def _read_body(request: web.Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLarge
-        parts.append(part)
+    try:
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge
+            parts.append(part)
+    except web.RequestPayloadError as error:
+        raise BodyUnreadable from error
     return b"".join(parts)
 
 

@@ -12,11 +12,15 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 ReadBody = Callable[[int], Awaitable[bytes]]
-"""Reads the whole body; raises `BodyTooLarge` once it has more bytes than this."""
+"""Reads the whole body; raises `BodyTooLarge` once it has more bytes than this, and `BodyUnreadable`."""
 
 
 class BodyTooLarge(Exception):
     """The body is longer than the limit; what came of it is dropped."""
+
+
+class BodyUnreadable(Exception):
+    """The body is not encoded as its headers say."""
 
 
 class Disconnected(Exception):

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from asyncllm.api.cors import Cors
 from asyncllm.api.errors import INTERNAL, ApiError, InvalidRequest, anthropic_body, api_error, openai_body
-from asyncllm.api.exchange import BodyTooLarge, Disconnected, Head, ReadBody, Reply, json_reply
+from asyncllm.api.exchange import BodyTooLarge, BodyUnreadable, Disconnected, Head, ReadBody, Reply, json_reply
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.keys import ApiKeys
 from asyncllm.api.openapi import openapi_route
@@ -114,6 +114,8 @@ class Service:
             raw = await read_body(limit)
         except BodyTooLarge:
             raise ApiError(413, f"The body has over {limit:,} bytes.", code="body_too_large") from None
+        except BodyUnreadable:
+            raise InvalidRequest("The body is not encoded as its headers say.", code="invalid_body") from None
         assert match.route.request is not None
         if len(raw) <= PARSED_ON_LOOP:
             body, unknown = _parse(raw, match.route.request)
@@ -167,6 +169,7 @@ def _log(request_id: str, head: Head, status: int, started: float) -> None:
     """Nothing of a prompt, and no query: neither is anybody's business."""
     if logger.isEnabledFor(logging.INFO):
         seconds = time.monotonic() - started
-        fields = {"request_id": request_id, "method": head.method, "path": head.path, "status": status,
+        path = head.path if head.path.isprintable() else ascii(head.path)[1:-1]  # no lines of a client's own
+        fields = {"request_id": request_id, "method": head.method, "path": path, "status": status,
                   "seconds": round(seconds, 4)}  # fmt: skip
-        logger.info("%s %s %d in %.3f s", head.method, head.path, status, seconds, extra={"fields": fields})
+        logger.info("%s %s %d in %.3f s", head.method, path, status, seconds, extra={"fields": fields})

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from asyncllm import AsyncEngine, errors
 from asyncllm.api import ApiSettings, create_asgi_app
@@ -19,6 +20,7 @@ from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE
 from tests.api.asgi_client import get, post, request, until
+from tests.api.servers import serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -115,6 +117,25 @@ async def test_body_size(engine: AsyncEngine) -> None:
     assert (await post(app, COMPLETIONS, PROMPT | {"user": "u" * 100})).status == 413
     announced = await request(app, "POST", COMPLETIONS, PROMPT, {"content-length": "101"})
     assert announced.status == 413
+
+
+async def test_a_body_that_is_not_encoded_as_its_headers_say(engine: AsyncEngine) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with (
+        serving("aiohttp", engine) as port,
+        ClientSession() as session,
+        session.post(f"http://127.0.0.1:{port}{COMPLETIONS}", data=b"no gzip", headers=headers) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] == "invalid_body"
+
+
+async def test_a_path_writes_no_line_of_its_own_into_the_log(
+    engine: AsyncEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        await get(create_asgi_app(engine), "/v1/\n2026-11-30 INFO forged\x1b[2J")
+    assert "/v1/\\n2026-11-30 INFO forged\\x1b[2J 404" in caplog.text
 
 
 async def test_numbers(engine: AsyncEngine) -> None:

@@ -20,6 +20,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ _FLAGS = (
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 """A compiler that takes longer is given up."""
+_LOOK_EVERY = 0.1
+"""Seconds between looks at the time, and at whether the program ends."""
 _MOST_SAID, _MOST_TOLD = 1 << 16, 300
 """Bytes of a compiler's messages, and characters of the one that is passed on."""
 
@@ -139,7 +142,8 @@ def _compile(command: Sequence[str], name: str, folder: Path | None) -> Library:
 
 
 def _run_compiler(command: Sequence[str]) -> None:
-    """Wait for it as long as `_SECONDS`; it reads nothing, and of what it says no more than `_MOST_SAID` is kept."""
+    """Wait for it as long as `_SECONDS`, or until the program ends; it reads nothing, and of what it says no more than
+    `_MOST_SAID` is kept."""
     said = b""
     deadline = time.monotonic() + _SECONDS
     with (
@@ -155,13 +159,12 @@ def _run_compiler(command: Sequence[str]) -> None:
         assert process.stderr is not None
         selector.register(process.stderr, selectors.EVENT_READ)
         try:
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                if not (piece := os.read(process.stderr.fileno(), 1 << 16)):
-                    break
-                said = (said + piece)[:_MOST_SAID]
-                if time.monotonic() > deadline:
-                    break
-            status = process.wait(max(0.0, deadline - time.monotonic()))
+            piece = None
+            while piece != b"" and time.monotonic() < deadline and threading.main_thread().is_alive():
+                if selector.select(_LOOK_EVERY):
+                    piece = os.read(process.stderr.fileno(), 1 << 16)
+                    said = (said + piece)[:_MOST_SAID]
+            status = process.wait(max(0.0, deadline - time.monotonic()) if piece == b"" else 0)
         except subprocess.TimeoutExpired as error:
             os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command[:1], _SECONDS) from error

@@ -83,6 +83,21 @@ def test_a_compiler_that_hangs_ends_with_what_it_runs(tmp_path: Path, monkeypatc
     raise AssertionError("its child goes on")
 
 
+def test_a_program_that_ends_waits_for_no_compiler(tmp_path: Path) -> None:
+    hangs = write_compiler(tmp_path / "hangs", f"touch '{tmp_path}/begun'; exec sleep 1000")
+    code = (
+        "import sys, threading, time; from pathlib import Path; from asyncllm.kernels.cpu.build import load_library\n"
+        "folder = Path(sys.argv[1])\n"
+        "threading.Thread(target=load_library, args=(folder / 'kernels', sys.argv[2])).start()\n"
+        "while not (folder / 'begun').exists(): time.sleep(0.01)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path), hangs]
+    run = subprocess.run(command, check=True, env=environment, timeout=60, capture_output=True, text=True)
+    assert "timed out" in run.stderr  # the thread's own end
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
 def test_a_compiler_that_talks_for_ever_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_SECONDS", 0.5)
     talks = write_compiler(tmp_path / "talks", "yes error: $(head -c 9999 /dev/zero | tr '\\0' x) >&2")
