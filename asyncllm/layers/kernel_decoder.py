@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,8 +102,7 @@ class KernelDecoder:
         Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
         now, others wait for it, and would be waited for.
         """
-        library = self._library
-        residual = take_lines(library, self._embedding, token_ids)
+        residual = self._lines(self._embedding, token_ids)
         cosine, sine = self._rotation(batch.positions, lengths)
         step = DecoderStep(
             singles=batch.singles,
@@ -124,7 +124,13 @@ class KernelDecoder:
             return rotation.cosine, rotation.sine
         cosine, sine = self._turns
         lines = self._rotary.lines(positions, lengths)
-        return take_lines(self._library, cosine, lines), take_lines(self._library, sine, lines)
+        return self._lines(cosine, lines), self._lines(sine, lines)
+
+    def _lines(self, table: Tensor, lines: Tensor) -> Tensor:
+        """Their bits [n, width] int16, in memory that numpy gives without giving up the interpreter."""
+        out = torch.from_numpy(np.empty((len(lines), table.shape[1]), np.int16))
+        take_lines(self._library, table, lines, out)
+        return out
 
 
 def give_float32(linear: WeightedLayer) -> None:
