@@ -10,7 +10,8 @@ from asyncllm.kernels.cpu.build import Library
 
 
 def take_lines(library: Library, table: Tensor, lines: Tensor, out: Tensor) -> None:
-    """Write the lines `lines` [n] int64 of `table` [any number, width] to `out` [n, width], all dense; items of one size.
+    """Write the lines `lines` [n] int64 of `table` [any number, width] to `out` [n, width]: all dense, items of one
+    size.
 
     It does not give up the interpreter. Torch's operators do, each of them, and wait for whoever takes it then. Raises
     IndexError for a line that the table does not have.
