@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 import jsonschema
@@ -98,7 +98,8 @@ def check_valid(schema: Any, text: str) -> None:
     """The text is JSON, and valid: decimals are compared as such, and formats are looked at."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     dialect = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    dialect(exact, format_checker=dialect.FORMAT_CHECKER).validate(json.loads(text, parse_float=_number))
+    with localcontext(prec=10_000):  # for the remainders of large numbers
+        dialect(exact, format_checker=dialect.FORMAT_CHECKER).validate(json.loads(text, parse_float=_number))
 
 
 def _number(text: str) -> Decimal | float:
