@@ -34,7 +34,7 @@ async def count_releases(engine: AsyncEngine, rows: int) -> dict[str, float]:
     interval = sys.getswitchinterval()
     try:
         await asyncio.gather(*(stream.start() for stream in streams))
-        while engine.statistics().requests_running < rows:  # noqa: ASYNC110
+        while engine.statistics().requests_running < rows:  # noqa: ASYNC110 # only statistics tell
             await asyncio.sleep(0.005)
         calm = await mean_step(engine, CALM_STEPS)
         sys.setswitchinterval(INTERVAL)
@@ -51,7 +51,7 @@ async def count_releases(engine: AsyncEngine, rows: int) -> dict[str, float]:
 async def mean_step(engine: AsyncEngine, steps: int) -> dict[str, float]:
     """Seconds of each part, over so many steps or more."""
     before = engine.statistics().step_times
-    while (after := engine.statistics().step_times).steps < before.steps + steps:  # noqa: ASYNC110
+    while (after := engine.statistics().step_times).steps < before.steps + steps:  # noqa: ASYNC110 # likewise
         await asyncio.sleep(0.02)
     names = [each.name for each in fields(StepTimes) if each.name.endswith("_seconds")]
     return {

@@ -143,6 +143,23 @@ inline void prefetch_ahead(const std::uint8_t *at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(at + kAhead + i);
 }
 
+// Adds a group's sums of products with the upper and the lower bytes of x. `at`: scales and zeros of the lines;
+// `scales`: those of the first row of x, and the sums of its groups.
+template <int M>
+__attribute__((always_inline)) inline void add_group(const std::uint8_t *at, const __m512i *upper, const __m512i *lower,
+                                                     const std::uint8_t *scales, int64_t stride, int64_t group,
+                                                     int64_t groups, __m512 *sums) {
+  const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)at));
+  const __m512 zero = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 32)));
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    const auto *row = reinterpret_cast<const float *>(scales + m * stride);
+    const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper[m], 8), lower[m]));
+    sums[m] = _mm512_fmadd_ps(_mm512_mul_ps(dot, _mm512_set1_ps(row[group])), scale, sums[m]);
+    sums[m] = _mm512_fmadd_ps(zero, _mm512_set1_ps(row[groups + group]), sums[m]);
+  }
+}
+
 template <int M>
 inline void multiply_block_4(const Matrix &w, int64_t block, const std::uint8_t *x, int64_t stride, __m512 sums[M]) {
   const int64_t inputs = w.inputs, groups = w.groups();
@@ -168,15 +185,7 @@ inline void multiply_block_4(const Matrix &w, int64_t block, const std::uint8_t 
         lower[m] = _mm512_dpbusd_epi32(lower[m], second, _mm512_set1_epi32(low[4 + quad]));
       }
     }
-    const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 256)));
-    const __m512 zero = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 288)));
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      const auto *scales = reinterpret_cast<const float *>(x + m * stride + 2 * inputs);
-      const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper[m], 8), lower[m]));
-      sums[m] = _mm512_fmadd_ps(_mm512_mul_ps(dot, _mm512_set1_ps(scales[group])), scale, sums[m]);
-      sums[m] = _mm512_fmadd_ps(zero, _mm512_set1_ps(scales[groups + group]), sums[m]);
-    }
+    add_group<M>(at + 256, upper, lower, x + 2 * inputs, stride, group, groups, sums);
   }
 }
 
@@ -200,15 +209,7 @@ inline void multiply_block_8(const Matrix &w, int64_t block, const std::uint8_t 
         lower[m] = _mm512_dpbusd_epi32(lower[m], codes, _mm512_set1_epi32(low[quad]));
       }
     }
-    const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 512)));
-    const __m512 zero = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 544)));
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      const auto *scales = reinterpret_cast<const float *>(x + m * stride + 2 * inputs);
-      const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper[m], 8), lower[m]));
-      sums[m] = _mm512_fmadd_ps(_mm512_mul_ps(dot, _mm512_set1_ps(scales[group])), scale, sums[m]);
-      sums[m] = _mm512_fmadd_ps(zero, _mm512_set1_ps(scales[groups + group]), sums[m]);
-    }
+    add_group<M>(at + 512, upper, lower, x + 2 * inputs, stride, group, groups, sums);
   }
 }
 
