@@ -218,7 +218,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """The tokens of a step's late samples. `token_ids[i]`, or `NO_TOKEN`, belongs to `late.rows[i]` of *its own* plan."""
+    """The tokens of a step's late samples. `token_ids[i]`, or `NO_TOKEN`, is of `late.rows[i]` of *its own* plan."""
 
     step: int
     token_ids: Int32Array  # [l]
@@ -269,7 +269,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step. `token_ids[i]`, or `NO_TOKEN`, belongs to the i-th sampled row of *its own* plan."""
+    """What came of a step. `token_ids[i]`, or `NO_TOKEN`, is of the i-th sampled row of *its own* plan."""
 
     step: int
     token_ids: Int32Array  # [plan.num_sampled]

@@ -269,9 +269,9 @@ def sample(
     """Sample a token for each of the first num_rows rows of logits; nothing waits for the host.
 
     logits [n, at least vocabulary], last dimension dense, any float type; logits of suppressed ids are overwritten with
-    -infinity. The token of logits i goes to token_ids[i] and row_token_ids[rows[i]], both int32; where no logit is above
-    -infinity, token_ids get `NO_TOKEN`, and the row token 0, which later steps can look up. Rows with a duty are read
-    from `adjusted`, where suppressed ids are not suppressed once more. `filters=False` promises that no row uses top-k,
+    -infinity. The token of logits i goes to token_ids[i] and row_token_ids[rows[i]], both int32; where none is above
+    -infinity, `NO_TOKEN` to the former, and 0, which a step can look up, to the latter. Rows with a duty are read from
+    `adjusted`, where suppressed ids are not suppressed once more. `filters=False` promises that no row uses top-k,
     top-p or min-p.
     """
     if not len(logits):

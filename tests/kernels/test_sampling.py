@@ -13,7 +13,7 @@ from asyncllm.engine.execution.sampler import sample as sample_on_cpu
 from asyncllm.kernels import logit_tiles, sampling, thresholds
 from asyncllm.kernels.sampled_rows import NO_TOKEN
 from tests.kernels.mutants import mutant
-from tests.kernels.sampled_cases import VOCABULARY, WIDTH, Setting, make_logits, make_settings, run
+from tests.kernels.sampled_cases import VOCABULARY, WIDTH, Setting, make_logits, run
 
 SETTINGS = [
     Setting(temperature=0.0, top_k=5, top_p=0.5),

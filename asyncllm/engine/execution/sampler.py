@@ -82,7 +82,7 @@ def sample(logits: Tensor, rows: SampledRows, library: Library | None = None) ->
 def _sample_some(
     logits: Tensor, rows: SampledRows, some: NDArray[np.int64], library: Library | None
 ) -> NDArray[np.int64]:
-    """Of adjusted `logits` [some, vocabulary] of these rows. `NO_TOKEN` where one of a row's is not a number, or none is
+    """Of adjusted `logits` [some, vocabulary] of these rows. `NO_TOKEN` where one of a row's is not a number, or none
     above -infinity, and for a drawn row where one is +infinity."""
     drawn = np.flatnonzero(rows.temperature[some] > 0)
     if len(drawn) == len(some):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
+from asyncllm.engine.plan import NO_TOKEN, CacheGroup, StepPlan, StepResult
 from asyncllm.engine.scheduling.scheduler import Ended, Scheduler, StepTokens
 from asyncllm.errors import ContextLengthError, RequestError
 from asyncllm.results import FinishReason
@@ -516,6 +516,50 @@ def test_window_runs_in_a_pool_that_just_holds_it(groups: tuple[CacheGroup, ...]
     hand.run()
     assert len(hand.output[0]) == 20
     assert hand.scheduler.counts().preemptions == 0
+
+
+# --- tokens that could not be sampled ---
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 6])
+@RUN_AHEAD
+def test_who_has_no_token_ends_alone(step: int, run_ahead: int) -> None:
+    """In its first step, when a block was just filled, in its last one; what is on its way for it is dropped."""
+    hand = Hand(run_ahead=run_ahead)
+    for request in range(3):
+        hand.add(request, (7, 8, request), max_tokens=7)
+    for done in range(step + 1):
+        while len(hand.in_flight) <= run_ahead and hand.launch() is not None:
+            pass
+        tokens = hand.complete(**({"r1": NO_TOKEN} if done == step else {}))
+        assert list(tokens.unsampled) == ([1] if done == step else [])
+    hand.run()
+    assert [len(hand.output[request]) for request in range(3)] == [7, step, 7]
+    assert sorted(hand.ended) == [0, 2]
+    assert sorted(hand.released) == [0, 1, 2]
+    assert hand.scheduler.counts().blocks_used == 0
+
+
+@RUN_AHEAD
+def test_blocks_of_who_has_no_token_are_nobody_elses(run_ahead: int) -> None:
+    """They may hold no numbers. Those that it shares stay with their holders, and are computed by who comes next."""
+    hand = Hand(run_ahead=run_ahead)
+    hand.add(0, range(12), max_tokens=20)
+    hand.must_launch()
+    hand.complete()
+    hand.add(1, [*range(12), 50, 51, 52, 53, 54])
+    while True:
+        while hand.launch() is not None:
+            pass
+        if hand.complete(r1=NO_TOKEN).unsampled:
+            break
+    hand.add(2, [*range(12), 50, 51, 52, 53, 54])
+    hand.run()
+    assert hand.ended[2].cached_tokens == 0
+    assert hand.output[2] == [100 + i for i in range(8)]
+    hand.add(3, [*range(12), 50, 51, 52, 53, 54])
+    hand.run()
+    assert hand.ended[3].cached_tokens == 16
 
 
 # --- prefix caching ---
