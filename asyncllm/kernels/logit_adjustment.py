@@ -397,8 +397,8 @@ def _token_count_kernel(
 
 
 def count_tokens(adjustments: RowAdjustments, token_ids: torch.Tensor, where: LogitRows, *, skip: int = 0) -> None:
-    """The first num_rows rows have token_ids [n] int32 in their output, at these positions. `NO_TOKEN` and
-    a position that a row has counted are not counted. A row is there once at most. Rows with a duty among `skip` are left out."""
+    """The first num_rows rows have token_ids [n] int32 in their output, at these positions. `NO_TOKEN` is not
+    counted, nor a position twice. A row is there once at most. Rows with a duty among `skip` are left out."""
     if len(token_ids):
         _token_count_kernel[(len(token_ids),)](
             token_ids,

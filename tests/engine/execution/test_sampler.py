@@ -16,6 +16,7 @@ from asyncllm.engine.execution.philox import uniform_draws
 from asyncllm.engine.execution.processor import native_kernels
 from asyncllm.engine.execution.sampler import SampledRows, sample
 from asyncllm.engine.plan import NO_TOKEN
+from asyncllm.kernels import sampled_rows
 from asyncllm.kernels.cpu.build import Library
 
 FloatArray = NDArray[np.float64]
@@ -197,3 +198,7 @@ def test_a_row_without_a_number_has_no_token(row: Row, native: bool) -> None:
     assert tokens[5] == draw(logits[5:6], rows[:1], library)[0]
     mixed = [row, Row(temperature=0.0), row, replace(row, top_k=0), Row(temperature=0.0), row]
     assert draw(logits[:6], mixed, library) == tokens
+
+
+def test_the_device_says_it_alike() -> None:
+    assert sampled_rows.NO_TOKEN == NO_TOKEN
