@@ -223,7 +223,7 @@ class KvCache:
         request.remembered = 0
 
     def disown(self, request: Request) -> None:
-        """What a request has computed may be no numbers: nobody is to find it from now on. The request must have ended."""
+        """What an ended request has computed may be no numbers: nobody is to find it from now on."""
         for block in chain.from_iterable(request.tables):
             self.index.forget(block)
         request.remembered = len(request.tables[0])  # nor is it remembered when the request is closed
