@@ -20,6 +20,7 @@ from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sampler import SamplerForm
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
+from asyncllm.engine.execution.step_batch import attention_bytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import kernel_bytes, packable, packed_bytes
@@ -98,8 +99,11 @@ def load_executor(
         "weights": model.weight_bytes(),
         "copies": model.copy_bytes(),
         "cache": cache.nbytes,
-        "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
+        "workspace": model.rotation_bytes() + rows.tables.nbytes,
     }
+    memory["workspace"] += _activation_bytes(config, model_config, sizes, dtype)
+    if model.decoder is None:
+        memory["workspace"] += attention_bytes(sizes.layout, dtype, sizes.max_model_len)
     sampling = SamplerForm(config.logprobs_mode == "processed", forms.library)
     executor = StepExecutor(model, sizes.layout, cache, rows, sampling)
     return executor, sizes.facts(config, model, memory, placement)
