@@ -48,7 +48,7 @@ def _unusable_driver() -> str | None:
     if torch.version.cuda is None:
         return None
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         return None if said.startswith(_NO_GPU) else f"torch cannot use the NVIDIA driver: {said}"
