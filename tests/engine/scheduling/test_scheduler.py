@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -560,6 +561,32 @@ def test_blocks_of_who_has_no_token_are_nobody_elses(run_ahead: int) -> None:
     hand.add(3, [*range(12), 50, 51, 52, 53, 54])
     hand.run()
     assert hand.ended[3].cached_tokens == 16
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_may_be_missing_at_any_moment(seed: int) -> None:
+    """Among arrivals, aborts, preemptions and windows; everything comes back, and nobody has two ends."""
+    draw = random.Random(seed)
+    groups = draw.choice([(FULL,), (CacheGroup(6),), (FULL, CacheGroup(6))])
+    sizes = {"num_blocks": draw.choice([20, 40]), "max_batched_tokens": draw.choice([4, 8, 64]), "max_model_len": 40}
+    hand, count, unsampled = Hand(groups=groups, run_ahead=seed % 3, **sizes), 0, set[int]()
+    for _ in range(120):
+        if draw.random() < 0.3 and count < 14:
+            tokens = [draw.randint(1, 3) for _ in range(draw.randint(1, 20))]
+            hand.add(count, tokens, max_tokens=draw.randint(1, 12))
+            count += 1
+        while draw.random() < 0.8 and hand.launch() is not None:
+            pass
+        if hand.in_flight:
+            sampled = hand.maps[hand.in_flight[0].step]
+            done = hand.complete(**{f"r{request}": NO_TOKEN for request in sampled if draw.random() < 0.1})
+            unsampled.update(done.unsampled)
+            assert NO_TOKEN not in done.token_ids
+        if draw.random() < 0.05 and count:
+            hand.finish_one(draw.randrange(count))
+    hand.run()
+    assert sorted([*unsampled, *hand.ended]) == sorted(hand.released) == list(range(count))
+    assert hand.scheduler.counts().blocks_used == 0
 
 
 # --- prefix caching ---
