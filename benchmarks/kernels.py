@@ -1,4 +1,5 @@
-"""Every kernel on a GPU: checked against its reference, then timed beside what the hardware allows.
+"""Kernels on a GPU: checked against their references, then timed beside what the hardware allows. Those that sample
+have a benchmark of their own (`benchmarks.sampling`).
 
     python -m benchmarks.kernels [--limit-bandwidth 4.45] [--limit-flops 788] [--only attention]
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,10 +25,8 @@ from asyncllm.kernels import (
     paged_attention,
     rms_norm,
     rope_cache,
-    sampling,
 )
 from asyncllm.kernels import skinny_linear as linear
-from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -287,71 +286,6 @@ def small_ones() -> Iterator[Work]:
     yield Work("block copy", "8 blocks, 32 layers", [partial(block_copy.copy_blocks, pool, pairs)] * 4, bytes=moved)
 
 
-SETTINGS: dict[str, tuple[float, int, float, float]] = {
-    "greedy": (0.0, 0, 1.0, 0.0),
-    "T = 1": (1.0, 0, 1.0, 0.0),
-    "T, top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
-    "T, top-p 0.9": (0.8, 0, 0.9, 0.0),
-    "T, min-p 0.05": (1.0, 0, 1.0, 0.05),
-}
-
-
-def samplings() -> Iterator[Work]:
-    """Sampling of Qwen3's vocabulary: logits as of a real model (`peaked`), and of random weights (`flat`)."""
-    vocabulary = 151_936
-    for rows in (1, 128):
-        for name, setting in SETTINGS.items():
-            for scale in (3.0, 1.0):
-                logits = [scale * torch.randn((rows, vocabulary), device=DEVICE) for _ in range(2 if rows > 1 else 64)]
-                kind = "peaked" if scale > 1.0 else "flat"
-                yield sampling_work(f"{rows} × {vocabulary}, {name}, {kind}", logits, setting)
-
-
-def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, int, float, float]) -> Work:
-    """All rows with one setting."""
-    rows, vocabulary = logits[0].shape
-
-    def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=DEVICE)
-
-    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    zeros = torch.zeros_like(numbers)
-    settings = RowSettings(
-        temperature=fill(setting[0], torch.float32),
-        top_k=fill(setting[1], torch.int32),
-        top_p=fill(setting[2], torch.float32),
-        min_p=fill(setting[3], torch.float32),
-        seed=numbers.long(),
-        choice=zeros,
-        suppress_before=zeros,
-        num_suppressed=zeros,
-        suppressed=zeros[:, None],
-    )
-    workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
-    token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
-    where = LogitRows(numbers, numbers, torch.tensor([rows], dtype=torch.int32, device=DEVICE), vocabulary)
-    filters = setting[1] > 0 or setting[2] < 1.0 or setting[3] > 0.0
-
-    def launch(logits: torch.Tensor) -> None:
-        sampling.sample(
-            logits,
-            where,
-            settings,
-            workspace,
-            token_ids=token_ids,
-            row_token_ids=row_token_ids,
-            filters=filters,
-        )
-
-    launch(logits[0])
-    few = min(rows, 8)
-    expected = sampling.sample_reference(logits[0], replace(where, num_rows=torch.tensor([few])), settings)
-    wrong = int((expected != token_ids[:few]).sum())
-    if wrong:
-        print(f"sampling {name}: {wrong} of {few} tokens differ from the reference")
-    return Work("sampling", name, [partial(launch, x) for x in logits], bytes=logits[0].nbytes)
-
-
 def linears() -> Iterator[Work]:
     """Matrices of one layer of Llama-3.1-8B, with the library's product beside ours; `benchmarks.tune` looks closer."""
     for rows in (1, 16, 32, 64):
@@ -380,7 +314,6 @@ GROUPS: dict[str, Callable[[], Iterator[Work]]] = {
     "activation": activations,
     "rope": ropes,
     "small": small_ones,
-    "sampling": samplings,
     "linear": linears,
 }
 
