@@ -558,7 +558,8 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for tiling in (plan.small, plan.large) if chunks or not plan.small.rows else (plan.small,):
+    small = plan.small_of(query.shape[0])
+    for tiling in (small, plan.large) if chunks or not small.rows else (small,):
         if tiling.rows:
             _launch_attention(output, query, cache, block_table, plan, tiling, scale, soft_cap, sinks, overlap)
     return output
@@ -576,7 +577,7 @@ def _launch_attention(
     sinks: torch.Tensor | None,
     overlap: bool,
 ) -> None:
-    shape, is_small = plan.shape, tiling is plan.small
+    shape, is_small = plan.shape, tiling is not plan.large
     _, blocks, kv_heads, block_size, dim = cache.shape
     padded = next_power_of_2(dim)
     # what a program merges at once: enough to keep loads in flight, 64 numbers a thread; twice that where a shared tile

@@ -210,6 +210,28 @@ def test_whoever_merges_gives_the_same_bits(device: torch.device) -> None:
     assert torch.equal(check(CROWDED, device, torch.float32), check(BACKWARDS, device, torch.float32))
 
 
+def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.device) -> None:
+    case = Case(
+        dim=128,
+        block_size=64,
+        sequences=((130, 1), (64, 60), (200, 1), (150, 1), (70, 1), (1, 1)),
+        prefixes=(Prefix((0, 2, 3), 2),),
+        least_shared=64,
+    )
+    check(case, device, torch.float16)
+    shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, None)
+    plan = attention_plan.make_attention_plan(shape, torch.float16, device, max_tokens=256, max_sequences=8)
+    few, many = plan.small_of(63), plan.small_of(64)
+    assert (few.keys, few.warps, many.keys, many.warps) == (64, 2, 32, 1)
+    assert few.rows == many.rows
+    exact = attention_plan.make_attention_plan(shape, torch.float32, device, max_tokens=256, max_sequences=8)
+    assert exact.small_of(64) is exact.small
+    same = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=256, max_sequences=8, deterministic=True
+    )
+    assert same.small_of(64).rows == 0
+
+
 def shared_prefixes(
     tables: list[list[int]], lengths: list[int], device: torch.device, *, queries: list[int] | None = None
 ) -> list[int]:
