@@ -25,6 +25,7 @@ from asyncllm.kernels.language import (
     overlap_options,
     tl,
 )
+from asyncllm.kernels.specialized_attention import specialized_attention
 
 
 @jit
@@ -546,7 +547,11 @@ def paged_attention(
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for tiling in (plan.small, plan.large) if chunks or not plan.small.rows else (plan.small,):
-        if tiling.rows:
+        if tiling.programs:
+            specialized_attention(
+                output, query, cache, block_table, plan, scale=scale, soft_cap=soft_cap, sinks=sinks, overlap=overlap
+            )
+        elif tiling.rows:
             _launch_attention(output, query, cache, block_table, plan, tiling, scale, soft_cap, sinks, overlap)
     return output
 
