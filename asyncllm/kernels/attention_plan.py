@@ -516,8 +516,8 @@ def _plan_list(
         places = tl.load(prefixes + _PLACES * SEQUENCES + others, mask=shared > 0, other=0)
         shared_tiles = ((shared > 0) & (ranks % MATES == 0)).to(tl.int32)
         blocks -= shared
-    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, many
-    # finer, where lengths differ: a long part would still run when the others are done. Small ones: see `Tiling.room`.
+    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, more of
+    # them finer: a long part would still run when the others are done. Small ones: see `Tiling.room`.
     num_tiles = tl.sum(tiles + shared_tiles, axis=0)
     least = LEAST
     whole = 0
@@ -530,7 +530,7 @@ def _plan_list(
         least = tl.where(num_tiles > SHARE, LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:
-        share = SHARE + 2 * tl.minimum(tl.maximum(num_tiles - SHARE, 0), SHARE)
+        share = tl.where(num_tiles > SHARE, 3 * SHARE, SHARE)
     most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), least)
     # With W = sum of tiles · blocks, most >= W / share: so the parts are at most `share` more than the tiles, and those
     # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.

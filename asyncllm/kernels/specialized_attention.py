@@ -20,6 +20,7 @@ import torch
 
 from asyncllm.kernels.attention_plan import FIELDS, AttentionPlan
 from asyncllm.kernels.language import (
+    SHARED_FIRST,
     GluonDescriptor,
     await_previous,
     barrier,
@@ -70,6 +71,7 @@ def _specialized_kernel(
     FIELDS: gl.constexpr,
     CONSUMERS: gl.constexpr,
     PRODUCER: gl.constexpr,
+    CARVE_OUT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ) -> None:
     # the ring: STAGES turns of keys and of values, each filled by the producer and emptied by both consumers
@@ -90,13 +92,10 @@ def _specialized_kernel(
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    # whose turn it is to use the matrix units, and each consumer's queries
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queries = gl.allocate_shared_memory(dtype, [2, HALF, DIM], descriptor.layout)
     for i in gl.static_range(2):
         hopper.mbarrier.init(told.index(i), count=1)
         hopper.mbarrier.init(taken.index(i), count=2)
-        hopper.mbarrier.init(order.index(i), count=1)
     hopper.fence_async_shared()
     await_previous(OVERLAP)
     launch_next(OVERLAP)
@@ -109,16 +108,16 @@ def _specialized_kernel(
                 _consume,
                 (
                     0, output, query, units, work, partial, statistics, arrivals, sinks, scale, soft_cap, ring,
-                    schedule, order, queries.index(0), QUERY_STRIDE, KV_HEADS, GROUP, DIM, BLOCK, SOFT_CAP, SINKS,
-                    HALF, STAGES, FIELDS,
+                    schedule, queries.index(0), QUERY_STRIDE, KV_HEADS, GROUP, DIM, BLOCK, SOFT_CAP, SINKS, HALF,
+                    STAGES, FIELDS,
                 ),
             ),
             (
                 _consume,
                 (
                     1, output, query, units, work, partial, statistics, arrivals, sinks, scale, soft_cap, ring,
-                    schedule, order, queries.index(1), QUERY_STRIDE, KV_HEADS, GROUP, DIM, BLOCK, SOFT_CAP, SINKS,
-                    HALF, STAGES, FIELDS,
+                    schedule, queries.index(1), QUERY_STRIDE, KV_HEADS, GROUP, DIM, BLOCK, SOFT_CAP, SINKS, HALF,
+                    STAGES, FIELDS,
                 ),
             ),
             (
@@ -230,7 +229,6 @@ def _consume(
     soft_cap: gl.tensor,
     ring: gl.tuple,
     schedule: gl.tuple,
-    order: gl.tensor,
     q: gl.tensor,
     QUERY_STRIDE: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -281,9 +279,7 @@ def _consume(
 
         stage = turn % STAGES
         hopper.mbarrier.wait(keys_full.index(stage), turn // STAGES % 2)
-        hopper.mbarrier.wait(order.index(WHICH), (turn + 1 - WHICH) % 2)
         near, far = _products(q, keys, stage, BLOCK, HALF, LOGITS)
-        hopper.mbarrier.arrive(order.index(1 - WHICH), count=1)
         near, far = hopper.warpgroup_mma_wait(0, deps=[near, far])
         hopper.mbarrier.arrive(keys_empty.index(stage), count=1)
         near, far, _decay, top, weight = _softmax(
@@ -297,13 +293,13 @@ def _consume(
             first_key -= KEYS
             summed, near, far, top, weight = _step(
                 summed, near, far, top, weight, q, turn, factor, scale, soft_cap, first_key, start * KEYS, positions,
-                ring, order, WHICH, BLOCK, HALF, STAGES, SOFT_CAP, True, LOGITS, SUMS,
+                ring, BLOCK, HALF, STAGES, SOFT_CAP, True, LOGITS, SUMS,
             )  # fmt: skip
             turn += 1
         for _ in range(masked, turns):
             summed, near, far, top, weight = _step(
                 summed, near, far, top, weight, q, turn, factor, scale, soft_cap, first_key, start * KEYS, positions,
-                ring, order, WHICH, BLOCK, HALF, STAGES, SOFT_CAP, False, LOGITS, SUMS,
+                ring, BLOCK, HALF, STAGES, SOFT_CAP, False, LOGITS, SUMS,
             )  # fmt: skip
             turn += 1
         stage = (turn - 1) % STAGES
@@ -395,8 +391,6 @@ def _step(
     key_start: gl.tensor,
     positions: gl.tensor,
     ring: gl.tuple,
-    order: gl.tensor,
-    WHICH: gl.constexpr,
     BLOCK: gl.constexpr,
     HALF: gl.constexpr,
     STAGES: gl.constexpr,
@@ -409,24 +403,18 @@ def _step(
     keys, values, keys_full, keys_empty, values_full, values_empty = ring
     stage = turn % STAGES
     previous = (turn - 1) % STAGES
-    parity = (turn - 1) // STAGES % 2
     hopper.mbarrier.wait(keys_full.index(stage), turn // STAGES % 2)
-    hopper.mbarrier.wait(order.index(WHICH), (turn + 1 - WHICH) % 2)
     near_logits, far_logits = _products(q, keys, stage, BLOCK, HALF, LOGITS)
-    hopper.mbarrier.wait(values_full.index(previous), parity)
+    hopper.mbarrier.wait(values_full.index(previous), (turn - 1) // STAGES % 2)
     summed = hopper.warpgroup_mma(near, values.index(2 * previous), summed, is_async=True)
     summed = hopper.warpgroup_mma(far, values.index(2 * previous + 1), summed, is_async=True)
-    hopper.mbarrier.arrive(order.index(1 - WHICH), count=1)
     near_logits, far_logits = hopper.warpgroup_mma_wait(2, deps=[near_logits, far_logits])
     hopper.mbarrier.arrive(keys_empty.index(stage), count=1)
     near_p, far_p, decay, top, weight = _softmax(
         near_logits, far_logits, top, weight, factor, scale, soft_cap, first_key, key_start, positions, BLOCK, SOFT_CAP,
         MASKED, LOGITS,
     )  # fmt: skip
-    # It is full already. But this is a branch: past it the assembler does not move the softmax, as it would past the
-    # wait for the sums, which would then be over before the softmax begins.
-    hopper.mbarrier.wait(values_full.index(previous), parity)
-    summed, near, far, near_p, far_p = hopper.warpgroup_mma_wait(0, deps=[summed, near, far, near_p, far_p])
+    summed, near, far = hopper.warpgroup_mma_wait(0, deps=[summed, near, far])
     hopper.mbarrier.arrive(values_empty.index(previous), count=1)
     summed = summed * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
     near = gl.convert_layout(near_p.to(near.dtype), gl.DotOperandLayout(0, SUMS, 2))
@@ -562,6 +550,7 @@ def specialized_attention(
         FIELDS=FIELDS,
         CONSUMERS=_CONSUMERS,
         PRODUCER=_PRODUCER,
+        CARVE_OUT=SHARED_FIRST,
         num_warps=4,
         **overlap_options(query.device, overlap),
     )
