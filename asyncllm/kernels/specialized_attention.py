@@ -2,10 +2,10 @@
 2024).
 
 One warp, the producer, has blocks of keys and values copied to a ring in shared memory. Two groups of four warps, the
-consumers, have half of a tile's rows each. They use the matrix units asynchronously: while these multiply the values of
-one turn, the group computes the probabilities of the next from its logits. And the groups take turns: while one's
-products have the matrix units, the other has time for its softmax. A turn is of two blocks of the cache; each of them
-has its own products, as it has its own place in memory.
+consumers, have half of a tile's rows each. A group takes a turn of keys at a time: two blocks of the cache, each with
+products of its own, as it has its own place in memory. It starts the products that give the logits of a turn together
+with those of the values of the turn before, whose probabilities it has. While it computes probabilities, the products
+of the other group have the matrix units.
 
 The grid has a program per multiprocessor, which attends one unit of the plan after another. Whoever is done takes the
 next of the list, so that all end at the same time. The producer is ahead by the ring, also from one unit to the next.
@@ -43,7 +43,7 @@ _CONSUMERS, _PRODUCER = 240, 24
 
 
 @gluon_jit
-def _specialized_kernel(
+def _specialized_attention_kernel(
     output: gl.tensor,
     query: gl.tensor,
     descriptor: gl.tensor,
@@ -522,7 +522,7 @@ def specialized_attention(
     shape = plan.shape
     _, blocks, kv_heads, block_size, dim = cache.shape
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    _specialized_kernel[(min(plan.large.programs, plan.units(plan.large, query.shape[0]) * kv_heads),)](
+    _specialized_attention_kernel[(min(plan.large.programs, plan.units(plan.large, query.shape[0]) * kv_heads),)](
         output,
         query,
         GluonDescriptor.from_tensor(cache.view(-1, dim), [block_size, dim], layout),

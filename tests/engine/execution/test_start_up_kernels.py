@@ -243,8 +243,9 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
             processes.start()
             with compiling(2, processes):
                 paged_attention(query, cache, table, plan, scale=0.1)
-        assert sorted(compiled.names) == sorted(compiled.cached) == ["_attention_kernel", "_specialized_kernel"]
-        specialized: Any = specialized_attention._specialized_kernel
+        names = ["_attention_kernel", "_specialized_attention_kernel"]
+        assert sorted(compiled.names) == sorted(compiled.cached) == names
+        specialized: Any = specialized_attention._specialized_attention_kernel
         ((kernels, *_),) = specialized.device_caches.values()
         (kernel,) = kernels.values()
         code = kernel.asm["sass"]
