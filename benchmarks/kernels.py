@@ -42,6 +42,7 @@ class Work:
     launches: Sequence[Callable[[], object]]
     bytes: float = 0.0  # of one launch: least that it must move
     flops: float = 0.0  # of one launch
+    peer: Sequence[Callable[[], object]] = ()  # launches of another library that compute the same
 
 
 def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
@@ -154,39 +155,43 @@ def attention_work(
 
 
 LLAMA = attention_plan.AttentionShape(32, 8, 128, 64, None)
+QWEN = attention_plan.AttentionShape(16, 8, 128, 64, None)
 DECODE = [(128, 300), (128, 1024), (128, 4000), (1, 300), (1, 2000), (1, 32_768), (16, 1024), (256, 700)]
-PREFILL = [(4, 4096), (1, 16_384)]
+PREFILL = [(4, 4096), (1, 4096), (1, 16_384)]
 
 
 def attention() -> Iterator[Work]:
-    """Decode, prefill and a mixed step of Llama-3.1-8B."""
+    """Decode and mixed steps of Llama-3.1-8B."""
     for rows, length in DECODE:
         yield attention_work(LLAMA, [length] * rows, [1] * rows, f"decode {rows} × {length}")
     uneven = torch.randint(100, 2000, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     yield attention_work(LLAMA, uneven, [1] * 128, "decode 128 × 100..2000")
     yield attention_work(LLAMA, [20_000, *[300] * 63], [1] * 64, "decode 63 × 300 and 20,000")
-    for rows, length in PREFILL:
-        yield attention_work(
-            LLAMA, [length] * rows, [length] * rows, f"prefill {rows} × {length}", verify=length <= 4096
-        )
-        query, key, value = (
-            randn(rows, heads, length, 128) for heads in (LLAMA.q_heads, LLAMA.kv_heads, LLAMA.kv_heads)
-        )
-        yield cudnn_work(query, key, value)
     yield attention_work(LLAMA, [8192, *[1000] * 63], [512, *[1] * 63], "512 of 8,192 beside 63 × 1,000")
     yield attention_work(LLAMA, [32_768], [64], "64 of 32,768")
 
 
-def cudnn_work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Work:
-    """cuDNN's attention on contiguous tensors, for comparison."""
-    rows, heads, length, dim = query.shape
+def prefill() -> Iterator[Work]:
+    """Whole prompts, beside cuDNN, and chunks."""
+    for name, shape in (("", LLAMA), (" (Qwen3-0.6B)", QWEN)):
+        for rows, length in PREFILL:
+            work = attention_work(
+                shape, [length] * rows, [length] * rows, f"prefill {rows} × {length}{name}", verify=length <= 4096
+            )
+            yield replace(work, peer=cudnn_launches(shape, rows, length))
+    yield attention_work(LLAMA, [10_240] * 2, [2048] * 2, "2,048 of 10,240, twice")
+    yield attention_work(LLAMA, [8192], [640], "640 of 8,192")
 
-    def launch() -> torch.Tensor:
+
+def cudnn_launches(shape: attention_plan.AttentionShape, rows: int, length: int) -> list[Callable[[], object]]:
+    """cuDNN's attention on contiguous tensors, for comparison."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    flops = 2.0 * rows * heads * length * length * dim
-    return Work("cuDNN attention", f"prefill {rows} × {length}", [launch] * 4, flops=flops)
+    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
+    return [partial(attend, *(randn(rows, each, length, shape.head_dim) for each in heads)) for _ in range(3)]
 
 
 def planning() -> Iterator[Work]:
@@ -309,6 +314,7 @@ def linears() -> Iterator[Work]:
 
 GROUPS: dict[str, Callable[[], Iterator[Work]]] = {
     "attention": attention,
+    "prefill": prefill,
     "plan": planning,
     "norm": norms,
     "activation": activations,
@@ -330,14 +336,17 @@ def main() -> None:
     for name in options.only or GROUPS:
         for work in GROUPS[name]():
             seconds = seconds_of(work.launches)
-            rate, share = "", ""
+            rate, share, beside = "", "", ""
             if work.flops:
                 rate = f"{work.flops / seconds / 1e12:.0f} TFLOP/s"
                 share = f"{work.flops / seconds / 1e12 / options.limit_flops:.0%}"
             elif work.bytes:
                 rate = f"{work.bytes / seconds / 1e12:.2f} TB/s"
                 share = f"{work.bytes / seconds / 1e12 / options.limit_bandwidth:.0%}"
-            print(f"{work.kernel:20} {work.shape:48} {seconds * 1e6:9.1f} {rate:>15} {share:>8}", flush=True)
+            if work.peer:
+                peer = seconds_of(work.peer)
+                beside = f"   {peer / seconds:.0%} of cuDNN's rate, {work.flops / peer / 1e12:.0f} TFLOP/s"
+            print(f"{work.kernel:20} {work.shape:48} {seconds * 1e6:9.1f} {rate:>15} {share:>8}{beside}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from asyncllm.kernels.language import (
+    GLUON_AVAILABLE,
     await_previous,
     constexpr,
     jit,
@@ -76,6 +77,7 @@ class Tiling:
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
     many: Tiling | None = None  # of the small tiling: in its place in steps of many tokens; it has as many rows
+    programs: int = 0  # of a large tiling: so many attend the units in turn (`specialized_attention`); 0: one a unit
 
     def most_parts(self, *, small: bool) -> int:
         """By how much the units, a KV head, can exceed the tiles; parts of split tiles are under twice as many."""
@@ -130,6 +132,7 @@ class AttentionPlan:
     partial: torch.Tensor  # float32, outputs of the parts of split tiles
     statistics: torch.Tensor  # float32, their maxima and sums
     arrivals: torch.Tensor  # int32, parts done of each split tile; zero between launches
+    progress: torch.Tensor  # [2] int32: large units handed out, and programs done; zero between launches
     prefixes: torch.Tensor  # [7, sequences] int32: what is known of each one's common prefix
     members: torch.Tensor  # [sequences, MEMBER_FIELDS] int32: those of the shared tiles, tile by tile
     compared: torch.Tensor  # [1] int32, sequences compared; zero between launches
@@ -170,13 +173,19 @@ class Sequences:
 
 
 def default_tilings(
-    shape: AttentionShape, dtype: torch.dtype, *, multiprocessors: int, descriptors: bool, deterministic: bool = False
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    *,
+    multiprocessors: int,
+    descriptors: bool,
+    specialized: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Tiling, Tiling]:
     """The small and the large tiling that suit an H200, for a device with so many multiprocessors.
 
     `dtype` is the cache's. `descriptors` says whether the device has a tensor memory accelerator (compute capability
-    9.0 and later). `deterministic`: what a query row gives depends on its own keys alone. So all rows have tiles of one
-    size, and no tile is split.
+    9.0 and later), `specialized` whether `specialized_attention` runs on it (9.0 alone). `deterministic`: what a query
+    row gives depends on its own keys alone. So all rows have tiles of one size, and no tile is split.
     """
     dim = next_power_of_2(shape.head_dim)
     wide = dim * dtype.itemsize > 256  # bytes of a key
@@ -215,6 +224,9 @@ def default_tilings(
     if deterministic:
         none = replace(small, rows=0, shared_rows=0, many=None)
         return none, replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
+    two_bytes = dtype in (torch.bfloat16, torch.float16)
+    if specialized and two_bytes and shape.window is None and shape.block_size == 64 and shape.head_dim in (64, 128):
+        large = replace(large, rows=128, keys=128, least_blocks=4, programs=multiprocessors)
     return small, large
 
 
@@ -235,12 +247,18 @@ def make_attention_plan(
     without a window: the others read no more than a window of them.
     """
     if tilings is None:
-        multiprocessors, descriptors = 1, True
+        multiprocessors, descriptors, specialized = 1, True, False
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             multiprocessors, descriptors = properties.multi_processor_count, properties.major >= 9
+            specialized = GLUON_AVAILABLE and properties.major == 9
         tilings = default_tilings(
-            shape, dtype, multiprocessors=multiprocessors, descriptors=descriptors, deterministic=deterministic
+            shape,
+            dtype,
+            multiprocessors=multiprocessors,
+            descriptors=descriptors,
+            specialized=specialized,
+            deterministic=deterministic,
         )
     small, large = tilings
     shares = least_shared is not None and shape.window is None and max_sequences > 1
@@ -273,7 +291,9 @@ def make_attention_plan(
             lines * shape.kv_heads * next_power_of_2(shape.head_dim), dtype=torch.float32, device=device
         ),
         statistics=torch.empty(2 * lines * shape.kv_heads, dtype=torch.float32, device=device),
-        arrivals=zeros(max(max_sequences, 2 * large.most_parts(small=False)) * shape.kv_heads),
+        # a specialised program counts the parts of either half of a tile
+        arrivals=zeros(max(max_sequences, 4 * large.most_parts(small=False)) * shape.kv_heads),
+        progress=zeros(2),
         prefixes=zeros(7, sequences),
         members=zeros(sequences, MEMBER_FIELDS),
         compared=zeros(1),
@@ -511,8 +531,8 @@ def _plan_list(
         places = tl.load(prefixes + _PLACES * SEQUENCES + others, mask=shared > 0, other=0)
         shared_tiles = ((shared > 0) & (ranks % MATES == 0)).to(tl.int32)
         blocks -= shared
-    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, many
-    # finer, where lengths differ: a long part would still run when the others are done. Small ones: see `Tiling.room`.
+    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, more of
+    # them finer: a long part would still run when the others are done. Small ones: see `Tiling.room`.
     num_tiles = tl.sum(tiles + shared_tiles, axis=0)
     least = LEAST
     whole = 0
@@ -525,7 +545,7 @@ def _plan_list(
         least = tl.where(num_tiles > SHARE, LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:
-        share = SHARE + 2 * tl.minimum(tl.maximum(num_tiles - SHARE, 0), SHARE)
+        share = tl.where(num_tiles > SHARE, 3 * SHARE, SHARE)
     most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), least)
     # With W = sum of tiles · blocks, most >= W / share: so the parts are at most `share` more than the tiles, and those
     # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.

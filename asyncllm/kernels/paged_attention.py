@@ -25,6 +25,7 @@ from asyncllm.kernels.language import (
     overlap_options,
     tl,
 )
+from asyncllm.kernels.specialized_attention import specialized_attention
 
 
 @jit
@@ -560,7 +561,11 @@ def paged_attention(
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     small = plan.small_of(query.shape[0])
     for tiling in (small, plan.large) if chunks or not small.rows else (small,):
-        if tiling.rows:
+        if tiling.programs:
+            specialized_attention(
+                output, query, cache, block_table, plan, scale=scale, soft_cap=soft_cap, sinks=sinks, overlap=overlap
+            )
+        elif tiling.rows:
             _launch_attention(output, query, cache, block_table, plan, tiling, scale, soft_cap, sinks, overlap)
     return output
 

@@ -144,6 +144,7 @@ def check(
     module.paged_attention(step.query, step.cache, step.block_table, plan, output=output, chunks=chunks, **options)
     assert bool((output[step.tokens :] == 7.0).all())  # tokens of no sequence
     assert not bool(plan.arrivals.any())  # ready for the next launch
+    assert not bool(plan.progress.any())
     assert not bool(plan.compared.any())
 
     arguments = (step.block_table, shape, sequences)
