@@ -18,6 +18,7 @@ import itertools
 import json
 import multiprocessing
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ ROWS = (1, 16, 32, 64, 128, 256)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
+HEAT = 1.0  # seconds of load before anything is measured
 WARM, TIMED = 20, 40  # replays
 FINALISTS = 6  # tilings of a product that are tried again
 CARVE_OUTS = (0, 4, 16)  # those of one row, with each of these
@@ -305,11 +307,15 @@ class ShortStep:
         return float(start.elapsed_time(end)) * 1e3 / TIMED
 
     def warm_up(self, batch: ForwardBatch, table: ProductTable) -> None:
-        """What a first launch allocates must not be in a graph; `table` leaves products to the library."""
+        """What a first launch allocates must not be in a graph, and the clock must have come down; `table` leaves
+        products to the library."""
         self.use(table)
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             self.model.forward(batch)
+        until = time.monotonic() + HEAT
+        while time.monotonic() < until:
+            self.microseconds(batch, table)
 
 
 @dataclass(frozen=True, slots=True)
