@@ -413,7 +413,7 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
     for module in (skinny, specialized_linear):
         vars(module)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
     vars(skinny)["can_specialize"] = lambda x: True
-    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel, specialized_linear._specialized_kernel]
+    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel, specialized_linear._specialized_tile_kernel]
     for kernel in kernels:
         run = type(kernel).run
 

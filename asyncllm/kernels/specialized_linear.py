@@ -37,7 +37,7 @@ _CONSUMERS, _PRODUCER = 240, 24
 
 
 @gluon_jit
-def _specialized_kernel(
+def _specialized_tile_kernel(
     output: gl.tensor,
     bias: gl.tensor,
     weight_descriptor: gl.tensor,
@@ -308,7 +308,7 @@ def specialized_linear(
     inputs, outputs = x.shape[1], output.shape[-1]
     tiles = ceil_div(outputs, groups * LINES) * ceil_div(len(x), rows)
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    _specialized_kernel[(tiles * splits,)](
+    _specialized_tile_kernel[(tiles * splits,)](
         output,
         output if bias is None else bias,
         GluonDescriptor.from_tensor(weight, [LINES, width], layout),
