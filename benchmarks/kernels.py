@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
