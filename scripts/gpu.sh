@@ -55,7 +55,7 @@ gpu_tests() {
         "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m "not full" --maxfail 25 \
             --durations 10 "$@"
     }
-    pytest tests/gpu -n "$((($(nproc) + 1) / 2))" --dist worksteal || status=1
+    pytest tests/gpu -n "$((($(nproc) * 3 + 3) / 4))" --dist worksteal || status=1
     pytest tests/kernels --ignore tests/kernels/test_interpreter.py -n "$(nproc)" || status=1
     return $status
 }
