@@ -286,6 +286,51 @@ def test_what_is_shared(device: torch.device) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_plan_stays_in_its_memory(seed: int, device: torch.device) -> None:
+    """With the tilings of an H200: all of each sequence's blocks, once, and a line of its own for every part."""
+    generator = torch.Generator().manual_seed(seed)
+    count, blocks, group = [12, 64, 100, 64][seed], 40, [1, 4, 2, 16][seed]
+    shape = attention_plan.AttentionShape(8 * group, 8, 128, 64, None)
+    both = attention_plan.default_tilings(shape, torch.float16, multiprocessors=132, descriptors=True)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=count, max_sequences=count, tilings=both
+    )
+    lengths = torch.randint(1, 64 * blocks, (count,), generator=generator)
+    table = torch.arange(1, count * blocks + 1).view(count, blocks)
+    half = count // 2
+    table[:half, :23] = table[0, :23]
+    table[half:, :5] = table[half, :5]
+    lengths[:3] = lengths[half : half + 3] = 64 * blocks - 1
+    starts, lengths, rows, table = (
+        x.to(device, torch.int32) for x in (torch.arange(count + 1), lengths, torch.arange(count), table)
+    )
+    sequences = attention_plan.Sequences(starts, lengths, rows, torch.full_like(rows[:1], count))
+    attention_plan.plan_attention(plan, sequences, tokens=count, block_table=table)
+    keys = plan.small_of(count).keys
+    assert int(plan.totals[0]) <= plan.units(plan.small_of(count), count) <= len(plan.small_units)
+    seen: list[set[int]] = [set() for _ in range(count)]
+    lines: list[int] = []
+    for unit in plan.small_units[: int(plan.totals[0])].tolist():
+        part, height = set(range(unit[5], unit[6])), unit[2]
+        whose = [unit[1]]
+        if unit[15]:
+            whose = [member[3] for member in plan.members[unit[1] : unit[1] + height // group].tolist()]
+            first = unit[12] + unit[9] * height
+        else:
+            first = unit[8] + unit[9] * unit[10]
+        if unit[15] or unit[7] + unit[11] > 1:
+            lines += range(first, first + height)
+        for sequence in whose:
+            assert not seen[sequence] & part
+            seen[sequence] |= part
+    assert [len(each) for each in seen] == [-(-length // keys) for length in lengths.tolist()]
+    assert any(unit[15] for unit in plan.small_units[: int(plan.totals[0])].tolist())
+    assert len(set(lines)) == len(lines)
+    assert (max(lines) + 1) * shape.kv_heads * 128 <= len(plan.partial)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_random_prefixes(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(100 + seed)
