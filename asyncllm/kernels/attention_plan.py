@@ -47,6 +47,9 @@ _NEVER_SPLIT = 1 << 24
 _WAVES = 16
 """Units that every multiprocessor gets in turn, where tiles are long: the last ones are then of a size."""
 
+_MANY_TOKENS = 64
+"""Steps of so many tokens have small tiles by the hundred."""
+
 _LEAST_MATES = 2
 """Sequences that a shared tile has room for, at least."""
 
@@ -72,6 +75,7 @@ class Tiling:
     shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
+    many: Tiling | None = None  # of the small tiling: in its place in steps of many tokens; it has as many rows
 
     def most_parts(self, *, small: bool) -> int:
         """By how much the units, a KV head, can exceed the tiles; parts of split tiles are under twice as many."""
@@ -130,6 +134,10 @@ class AttentionPlan:
     members: torch.Tensor  # [sequences, MEMBER_FIELDS] int32: those of the shared tiles, tile by tile
     compared: torch.Tensor  # [1] int32, sequences compared; zero between launches
 
+    def small_of(self, tokens: int) -> Tiling:
+        """The small tiling of a step of up to `tokens` tokens."""
+        return self.small.many if self.small.many is not None and tokens >= _MANY_TOKENS else self.small
+
     @property
     def mates(self) -> int:
         """Sequences that a shared tile has room for."""
@@ -138,7 +146,7 @@ class AttentionPlan:
     def units(self, tiling: Tiling, tokens: int) -> int:
         """The most units of one list that a step of `tokens` tokens can have."""
         most = min(tokens, self.max_sequences)
-        if tiling is self.small:
+        if tiling is not self.large:
             if not tiling.rows:
                 return 0
             if most == 1:
@@ -188,6 +196,12 @@ def default_tilings(
         shared_rows=32,
         shared_stages=1 if exact else 2,
     )
+    if small.descriptors and rows == 16 and dim == 128 and dtype.itemsize == 2:
+        # Eight programs of one warp on each multiprocessor: all of 128 rows' tiles run at once, where three of two
+        # warps would begin, wait for their first keys and end in step, three times.
+        small = replace(
+            small, many=replace(small, keys=32, warps=1, stages=2, least_blocks=640 // 32, whole_blocks=320 // 32)
+        )
     keys = 32 if exact else 64
     large = Tiling(
         rows=32 if exact else 64,
@@ -199,7 +213,8 @@ def default_tilings(
         descriptors=descriptors and shape.block_size % keys == 0,
     )
     if deterministic:
-        return replace(small, rows=0, shared_rows=0), replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
+        none = replace(small, rows=0, shared_rows=0, many=None)
+        return none, replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
     return small, large
 
 
@@ -625,7 +640,7 @@ def plan_attention(
     Common prefixes are looked for in `block_table` [rows, most blocks] int32, dense, where given: that of all layers
     which use the plan.
     """
-    shape, small, large = plan.shape, plan.small, plan.large
+    shape, small, large = plan.shape, plan.small_of(tokens), plan.large
     programs = min(tokens, plan.max_sequences)
     device = sequences.rows.device
     lanes = plan.prefixes.shape[1]

@@ -145,7 +145,7 @@ FAULTS = [
     ("block % cut * KEYS", "block % cut * 0"),
     ("(first_position + 1) // KEYS", "(first_position + KEYS) // KEYS"),
     ("tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), KEYS)", "tl.maximum(last_position - WINDOW, 0) // KEYS"),
-    ("known = (parts < splits + shared_parts)[:, None]", "known = (parts < splits - 1)[:, None]"),
+    ("known = (parts < splits[None, :] + shared_parts)", "known = (parts < splits[None, :] - 1)"),
     ("arrived == splits + shared_parts - 1", "arrived == splits + shared_parts"),
     ("tl.sum(weights * factors, axis=0)", "tl.sum(weights, axis=0)"),
     ("weight = weight * decay + tl.sum(w", "weight += tl.sum(w"),
@@ -203,6 +203,33 @@ BACKWARDS = replace(CROWDED, backwards=True)
 @pytest.mark.parametrize("case", [SHARING, CROWDED, BACKWARDS], ids=["sharing", "crowded", "backwards"])
 def test_common_prefixes_are_attended_once(case: Case, device: torch.device) -> None:
     check(case, device, torch.float32)
+
+
+def test_whoever_merges_gives_the_same_bits(device: torch.device) -> None:
+    """The last program of each sequence's own keys, or that of the keys it shares."""
+    assert torch.equal(check(CROWDED, device, torch.float32), check(BACKWARDS, device, torch.float32))
+
+
+def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.device) -> None:
+    case = Case(
+        dim=128,
+        block_size=64,
+        sequences=((130, 1), (64, 60), (200, 1), (150, 1), (70, 1), (1, 1)),
+        prefixes=(Prefix((0, 2, 3), 2),),
+        least_shared=64,
+    )
+    check(case, device, torch.float16)
+    shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, None)
+    plan = attention_plan.make_attention_plan(shape, torch.float16, device, max_tokens=256, max_sequences=8)
+    few, many = plan.small_of(63), plan.small_of(64)
+    assert (few.keys, few.warps, many.keys, many.warps) == (64, 2, 32, 1)
+    assert few.rows == many.rows
+    exact = attention_plan.make_attention_plan(shape, torch.float32, device, max_tokens=256, max_sequences=8)
+    assert exact.small_of(64) is exact.small
+    same = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=256, max_sequences=8, deterministic=True
+    )
+    assert same.small_of(64).rows == 0
 
 
 def shared_prefixes(
@@ -277,14 +304,16 @@ def test_random_prefixes(seed: int, device: torch.device) -> None:
 SHARING_FAULTS = [
     ("shared_line = tile_line + mate * GROUP", "shared_line = tile_line"),
     ("whole = (contexts - 1) // BLOCK_SIZE", "whole = (contexts + 14) // BLOCK_SIZE"),
-    ("tl.load(member + 2), shared_line + i * GROUP", "tl.load(member + 2), shared_line"),
+    ("splits, shared_line + line, packed, shared_parts", "splits, shared_line + line % GROUP, packed, shared_parts"),
     ("is_last = (mate < mates) & (arrived == missing)", "is_last = (mate < mates - 1) & (arrived == missing)"),
     ("block_start = tl.zeros_like(block_end) + my_shared", "block_start = tl.zeros_like(block_end)"),
     ("tl.where(ours == theirs, common, i)", "tl.where(ours == theirs, common, i + 1)"),
     ("(common >= length), length, 0)", "(common > 0), length, 0)"),
     ("tile_place = my_place - mate", "tile_place = my_place - my_rank"),
     ("before = (leader[:, None] < leaders[None, :]) | (", "before = (leader[:, None] > leaders[None, :]) & ("),
-    ("shared_line + (parts - splits) * shared_stride", "shared_line + parts * shared_stride"),
+    ("shared_line[None, :] + (parts - splits[None, :])", "shared_line[None, :] + parts"),
+    ("(mate[None, :] == line[:, None] // GROUP)", "(mate[None, :] <= line[:, None] // GROUP)"),
+    ("tl.load(member + 1, mask=ready, other=0) + line % GROUP", "tl.load(member + 1, mask=ready, other=0)"),
     ("(start + row // GROUP) * MEMBER_FIELDS", "(start + row // (GROUP + 1)) * MEMBER_FIELDS"),
 ]  # fmt: skip
 
@@ -295,7 +324,7 @@ MORE_SHARING_FAULTS = [pytest.param(*fault, marks=pytest.mark.full) for fault in
 @pytest.mark.parametrize(("right", "wrong"), [*SHARING_FAULTS[:4], *MORE_SHARING_FAULTS])
 def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
     case = SHARING
-    if "is_last" in right or "member + 2" in right:
+    if any(word in right for word in ("is_last", "+ line, packed", "mate[None", "mask=ready")):
         case = BACKWARDS
     elif "tile_" in right or "splits" in right:
         case = CROWDED
