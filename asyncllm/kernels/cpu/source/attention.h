@@ -94,7 +94,7 @@ inline void prefetch_keys(const History &history, int64_t first, int64_t last) {
 // Keys `first` to `last` of one KV head for H of its queries [H, dim]; `scores` has room for H · (keys + 16) floats.
 template <int Vectors, int H>
 inline void attend_by_vectors(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                              float scale, bf16 *out, float *scores) {
+                              float scale, float factor, bf16 *out, float *scores) {
   constexpr int64_t kDim = Vectors * kLanes;
   const int64_t count = last - first + 1, stride = (count + 15) / 16 * 16;
   __m512 most[H];
@@ -133,7 +133,7 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
       _mm512_storeu_ps(at, weight);
       sum = _mm512_add_ps(sum, weight);
     }
-    shares[h] = 1.0f / _mm512_reduce_add_ps(sum);
+    shares[h] = factor / _mm512_reduce_add_ps(sum);
   }
   __m512 sums[H][Vectors];
   for (int h = 0; h < H; ++h)
@@ -155,13 +155,13 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
 
 template <int Vectors, int Most>
 inline void attend_heads(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                         float scale, bf16 *out, float *scores) {
+                         float scale, float factor, bf16 *out, float *scores) {
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
   for (; done + Most <= group; done += Most)
-    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, out + done * dim, scores);
+    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
   for (; done < group; ++done)
-    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, out + done * dim, scores);
+    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
 }
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }
@@ -170,18 +170,18 @@ constexpr int64_t kHeadsAtOnce = 3;  // the most below, whose scores are held
 
 // All queries of one KV head of one token, over keys `first` to `last`.
 inline void attend_token(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                         float scale, bf16 *out, float *scores) {
+                         float scale, float factor, bf16 *out, float *scores) {
   switch (history.heads.dim) {
     case 32:
-      return attend_heads<2, 3>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<2, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 64:
-      return attend_heads<4, 3>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<4, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 96:
-      return attend_heads<6, 2>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<6, 2>(query, history, first, last, head, scale, factor, out, scores);
     case 128:
-      return attend_heads<8, 2>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<8, 2>(query, history, first, last, head, scale, factor, out, scores);
     default:
-      return attend_heads<16, 1>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<16, 1>(query, history, first, last, head, scale, factor, out, scores);
   }
 }
 
@@ -322,7 +322,7 @@ inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t
 // All queries of one KV head of `count` neighbours in a chunk, the first at `position`. `qkv` and `out` are the first
 // one's, `stride` and `out_stride` apart; `scratch` has `chunk_scratch_bytes`.
 inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history, int64_t position, int64_t count,
-                         int64_t window, int64_t head, float scale, bf16 *out, int64_t out_stride,
+                         int64_t window, int64_t head, float scale, float factor, bf16 *out, int64_t out_stride,
                          std::uint8_t *scratch) {
   const int64_t group = history.heads.group(), dim = history.heads.dim, halves = (count + 15) / 16,
                 tiles = halves * group;
@@ -371,7 +371,7 @@ inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history
   }
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t token = tile / group * 16, query_head = head * group + tile % group;
-    const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sums + 16 * tile));
+    const __m512 share = _mm512_div_ps(_mm512_set1_ps(factor), _mm512_load_ps(sums + 16 * tile));
     for (int64_t d = 0; d < dim; d += 16) {
       __m512i rows[16];
       const float *from = outputs + (tile * dim + d) * 16;

@@ -3,7 +3,7 @@
 
 #include "attention.h"
 #include "draw.h"
-#include "matrix.h"
+#include "product.h"
 
 namespace asyncllm {
 
@@ -183,20 +183,21 @@ class Pass {
 
  private:
   void run_layer(const Layer &layer, int64_t index) {
-    const Sink stream{Sink::kAddFloat, space_.residual, model_.hidden};
+    const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
     ahead_.start(layer);
-    product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Sink::kStore, space_.qkv, layer.qkv.outputs});
+    product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Output::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer, index);
     team_.wait();
     product(layer.output, plain(layer.output, space_.attended), stream);
     const int64_t inner = layer.gate_up.outputs / 2;
-    product(layer.gate_up, normed(layer.gate_up, layer.mlp_norm, eps), {Sink::kStore, space_.inner, inner});
+    product(layer.gate_up, normed(layer.gate_up, layer.mlp_norm, eps),
+            {Output::kStore, space_.inner, inner, input_factor(layer.down)});
     product(layer.down, plain(layer.down, space_.inner), stream);
   }
 
-  void product(const Matrix &matrix, const Rows &input, const Sink &sink) {
-    multiply(team_, matrix, input, step_.tokens, sink, tiles_, scratch_, [&] { ahead_.ask(); });
+  void product(const Matrix &matrix, const Rows &input, const Output &output) {
+    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, [&] { ahead_.ask(); });
     team_.wait();
   }
 
@@ -209,12 +210,14 @@ class Pass {
     });
   }
 
-  // Rows that are there in bfloat16.
+  // What a product wants rows in bfloat16 to be multiplied by.
+  float input_factor(const Matrix &matrix) const { return factor_of(form_of(matrix, step_.tokens, tiles_)); }
+
+  // Rows that are there in bfloat16, times `input_factor`.
   Rows plain(const Matrix &matrix, const bf16 *rows) {
     const int64_t size = matrix.inputs;
-    if (form_of(matrix, step_.tokens, tiles_) == Form::kBfloat16) {
-      return {Form::kBfloat16, reinterpret_cast<const std::uint8_t *>(rows), 2 * size};
-    }
+    const Form form = form_of(matrix, step_.tokens, tiles_);
+    if (!holds_integers(form)) return {form, reinterpret_cast<const std::uint8_t *>(rows), 2 * size};
     return prepared(matrix, [&](Form form, std::uint8_t *to, int64_t row) {
       put_row(form, to, size, [&](int64_t i) { return load_bf16(rows + row * size + i); });
     });
@@ -252,8 +255,8 @@ class Pass {
     const int64_t position = step_.positions[token], offset = head * heads_.group() * model_.dim;
     const int64_t first = first_key(layer, position);
     bf16 *out = space_.attended + token * heads_.queries * model_.dim + offset;
-    attend_token(qkv(token) + offset, history(layer, token), first, position, head, scale(), out,
-                 reinterpret_cast<float *>(scratch_));
+    attend_token(qkv(token) + offset, history(layer, token), first, position, head, scale(), input_factor(layer.output),
+                 out, reinterpret_cast<float *>(scratch_));
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(model_.dim)); }
@@ -293,7 +296,7 @@ class Pass {
       const int64_t token = step_.span_starts[span] + piece * kTokensAtOnce;
       const int64_t count = std::min(kTokensAtOnce, step_.span_starts[span + 1] - token);
       attend_chunk(qkv(token), heads_.width(), history(layer, token), step_.positions[token], count, layer.window,
-                   task % heads, scale(), space_.attended + token * width, width, scratch_);
+                   task % heads, scale(), input_factor(layer.output), space_.attended + token * width, width, scratch_);
     }
   }
 
@@ -381,7 +384,7 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
   const Form form = form_of(*matrix, rows, tiles);
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
-  const Sink sink{to_float ? Sink::kStoreFloat : Sink::kStore, out, width};
+  const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
   run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
@@ -397,10 +400,10 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, sink, true, scratch, [] {});
+      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [] {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, sink, false, scratch, [] {});
+    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [] {});
   });
 }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cpuid.h>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -138,8 +139,11 @@ class Tiles {
   Tiles(const Tiles &) = delete;
 };
 
-// Linux gives the tiles' registers to a process that asks.
+// Linux gives the tiles' registers to a process that asks. Every processor that has them has arithmetic in float16 too,
+// unless a virtual machine hides it.
 inline bool may_use_tiles() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 23 /* AVX512-FP16 */)) return false;
   static const bool permitted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   return permitted;
 }
