@@ -142,25 +142,30 @@ def kernel_product(
     [n, width] in bfloat16 or float32. Each row's result depends on the number of rows, but not on what they hold.
     """
     x = x.contiguous()
-    rows, threads = len(x), torch.get_num_threads()
+    rows = len(x)
     out = torch.empty(rows, matrix.width, dtype=dtype)
     if not rows:
         return out
     functions, struct = library.functions, ctypes.byref(matrix.struct)
-    size = functions.asyncllm_product_workspace_bytes(struct, ctypes.c_int64(rows), ctypes.c_int64(threads))
-    workspace = aligned(size)
-    functions.asyncllm_product(
-        struct,
-        ctypes.c_void_p(x.data_ptr()),
-        None if norm is None else ctypes.c_void_p(norm.data_ptr()),
-        ctypes.c_double(eps),
-        ctypes.c_int64(rows),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(dtype == torch.float32),
-        ctypes.c_void_p(workspace.data_ptr()),
-        ctypes.c_int64(threads),
-        ctypes.c_int64(library.tiles),
-    )
+
+    def multiply(threads: int) -> float:
+        size = functions.asyncllm_product_workspace_bytes(struct, ctypes.c_int64(rows), ctypes.c_int64(threads))
+        workspace = aligned(size)
+        lost: float = functions.asyncllm_product(
+            struct,
+            ctypes.c_void_p(x.data_ptr()),
+            None if norm is None else ctypes.c_void_p(norm.data_ptr()),
+            ctypes.c_double(eps),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(dtype == torch.float32),
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_int64(threads),
+            ctypes.c_int64(library.tiles),
+        )
+        return lost
+
+    library.team.run(multiply)
     return out
 
 

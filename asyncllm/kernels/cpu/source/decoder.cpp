@@ -334,12 +334,13 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, const Step *step) {
   return static_cast<int64_t>(cut.at - static_cast<std::uint8_t *>(nullptr)) + 8 * model->count + 64;
 }
 
-void asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
+// Returns what `run_team` does, as all functions that compute with several threads.
+double asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
   Cut cut{step->workspace};
   Workspace space(*model, *step, cut, 0);
   auto *tasks = reinterpret_cast<std::atomic<int64_t> *>(cut.at);
   for (int64_t i = 0; i < model->count; ++i) tasks[i].store(0, std::memory_order_relaxed);
-  run_team(step->threads, [&](const Team &team) {
+  return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
@@ -365,10 +366,10 @@ int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int6
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
-void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
-                   const float *uniform, int64_t *found, double *ends, int64_t threads) {
+double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
+                     const float *uniform, int64_t *found, double *ends, int64_t threads) {
   const int64_t tiles = vocabulary / kDrawTile + 1;
-  run_team(threads, [&](const Team &team) {
+  return run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       found[row] =
@@ -378,14 +379,14 @@ void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const 
 }
 
 // out [rows, outputs] in bfloat16 or float32 = x Wᵀ + b, of x [rows, inputs] in bfloat16 or of its norm.
-void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, double eps, int64_t rows, void *out,
-                      int64_t to_float, std::uint8_t *workspace, int64_t threads, int64_t tiles) {
+double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, double eps, int64_t rows, void *out,
+                        int64_t to_float, std::uint8_t *workspace, int64_t threads, int64_t tiles) {
   const int64_t inputs = matrix->inputs, width = matrix->outputs / (matrix->activation == kNone ? 1 : 2);
   const Form form = form_of(*matrix, rows, tiles);
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
   const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
-  run_team(threads, [&](const Team &team) {
+  return run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
