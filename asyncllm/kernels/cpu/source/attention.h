@@ -1,7 +1,7 @@
 // Rotation, cache write and attention over the paged cache, in bfloat16 with float32 scores and sums.
 //
 // A layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]. Here is what processors
-// without a matrix unit do; tile_attention.h has the rest.
+// without a matrix unit do, and what all need; chunk_attention.h and token_attention.h have the rest.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,9 @@
 // A decoder's layers, the tokens of a step, and the memory that the step needs.
 #pragma once
 
+#include "chunk_attention.h"
 #include "product.h"
-#include "tile_attention.h"
+#include "token_attention.h"
 
 namespace asyncllm {
 
@@ -78,7 +79,8 @@ struct Workspace {
   static int64_t own_bytes(const Decoder &model, const Step &step) {
     const int64_t scores = 4 * kHeadsAtOnce * (step.longest + 32);
     const int64_t work =
-        std::max({product_scratch_bytes(widest_input(model)), scores, tile_attention_bytes(model.heads())});
+        std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads()),
+                  token_scratch_bytes(model.heads())});
     return (few_bytes(model) + work + 4095) / 4096 * 4096;
   }
 

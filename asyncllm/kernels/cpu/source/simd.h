@@ -73,6 +73,16 @@ inline __m512 activate(__m512 x, std::int64_t kind) {
   return _mm512_load_ps(lanes);
 }
 
+// For a permutation of 32 words: of the lower and of the upper half in turn.
+inline __m512i in_turn_of_halves() {
+  alignas(64) std::uint16_t order[32];
+  for (int i = 0; i < 16; ++i) {
+    order[2 * i] = static_cast<std::uint16_t>(i);
+    order[2 * i + 1] = static_cast<std::uint16_t>(16 + i);
+  }
+  return _mm512_load_si512(order);
+}
+
 // Rows of 16 dwords to columns.
 inline void transpose(__m512i rows[16]) {
   __m512i t[16];

@@ -65,7 +65,7 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
   }
 }
 
-constexpr int64_t kBlocksAhead = 16;  // that weights are asked for before they are read
+constexpr int64_t kBlocksAhead = 8;  // that weights are asked for before they are read
 
 // The tile of a block: made in `room`, or where it is.
 inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group, std::uint8_t *room) {

@@ -1,7 +1,7 @@
-// Attention by the processor's matrix unit (AMX), in bfloat16 with float32 scores and sums.
+// Attention of a chunk's tokens by the processor's matrix unit (AMX), in bfloat16 with float32 scores and sums.
 //
-// The tokens of a chunk are attended 32 at a time, with scores and outputs transposed: a query is a lane, so that no
-// maximum or sum goes across lanes. Of a token that is alone in its row the queries of several KV heads are the lanes.
+// They are attended 32 at a time, with scores and outputs transposed: a query is a lane, so that no maximum or sum goes
+// across lanes.
 #pragma once
 
 #include "attention.h"
@@ -13,13 +13,9 @@ constexpr int64_t kKeysAtOnce = 256;
 
 #ifdef __AMX_BF16__
 
-// Of tokens that are alone in their rows, those KV heads are attended together whose queries fit into the 16 columns of
-// a tile; none where the queries of one do not.
-inline int64_t heads_at_once(const Heads &heads) { return std::min(heads.keys, 16 / heads.group()); }
-
-// Of queries and outputs; then of values transposed, scores and weights of some keys.
-inline int64_t tile_attention_bytes(const Heads &heads) {
-  const int64_t tiles = std::max(kTokensAtOnce / 16 * heads.group(), heads_at_once(heads)), dim = heads.dim;
+inline int64_t chunk_scratch_bytes(const Heads &heads) {
+  const int64_t tiles = kTokensAtOnce / 16 * heads.group(), dim = heads.dim;
+  // queries and outputs transposed, maxima and sums; then values transposed, scores and weights of some keys
   return tiles * (32 * dim + 64 * dim + 128) + kKeysAtOnce * (2 * dim + 64 + 32);
 }
 
@@ -122,12 +118,7 @@ inline __m512 weigh_keys(__m512i positions, int64_t window, int64_t start, int64
     highest = _mm512_max_ps(highest, score);
   }
   const __m512 largest = _mm512_max_ps(before, _mm512_mul_ps(highest, factor));
-  alignas(64) std::uint16_t order[32];
-  for (int i = 0; i < 16; ++i) {
-    order[2 * i] = static_cast<std::uint16_t>(i);
-    order[2 * i + 1] = static_cast<std::uint16_t>(16 + i);
-  }
-  const __m512i in_turn = _mm512_load_si512(order);
+  const __m512i in_turn = in_turn_of_halves();
   __m512 added = _mm512_setzero_ps();
   for (int64_t key = 0; key < count; key += 2) {
     const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key), factor, largest));
@@ -211,162 +202,8 @@ inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history
     }
   }
 }
-// Queries [count · group, dim] of `count` KV heads as tiles of 16 pairs of dimensions by 16 queries: for each head those
-// of its own, with zeros for the others', so that the products of all heads' keys add up to the scores of all.
-inline void put_queries(const bf16 *queries, const Heads &heads, int64_t count, std::uint8_t *tiles) {
-  for (int64_t head = 0; head < count; ++head) {
-    for (int64_t part = 0; part < heads.dim; part += 32, tiles += kTileBytes) {
-      __m512i rows[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        const bool own = i / heads.group() == head;
-        rows[i] = own ? _mm512_loadu_si512(queries + i * heads.dim + part) : _mm512_setzero_si512();
-      }
-      transpose(rows);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(tiles + 64 * i, rows[i]);
-    }
-  }
-}
-
-// Scores [64, 16] of the keys from `start` on, of `count` KV heads from `head` on; of keys after `last` by 16 they are
-// left as they are.
-inline void score_heads(const History &history, int64_t start, int64_t last, int64_t head, int64_t count,
-                        const std::uint8_t *queries, float *scores) {
-  const int64_t dim = history.heads.dim, stride = 2 * history.line_size();
-  const int64_t blocks = std::min<int64_t>(4, (last - start) / 16 + 1);
-  const bf16 *keys[4];
-  for (int64_t i = 0; i < 4; ++i) keys[i] = history.key(start + 16 * std::min(i, blocks - 1), head);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t i = 0; i < count * dim; i += 32, queries += kTileBytes) {  // heads lie beside each other
-    _tile_loadd(6, queries, 64);
-    _tile_loadd(4, keys[0] + i, stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if (blocks > 1) {
-      _tile_loadd(5, keys[1] + i, stride);
-      _tile_dpbf16ps(1, 5, 6);
-    }
-    if (blocks > 2) {
-      _tile_loadd(4, keys[2] + i, stride);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(5, keys[3] + i, stride);
-      _tile_dpbf16ps(3, 5, 6);
-    }
-  }
-  _tile_stored(0, scores, 64);
-  if (blocks > 1) _tile_stored(1, scores + 256, 64);
-  if (blocks > 2) {
-    _tile_stored(2, scores + 512, 64);
-    _tile_stored(3, scores + 768, 64);
-  }
-}
-
-// Sums [H, dim] of the values of `count` keys of one KV head by the weights of H queries, whose pairs of keys are 16
-// numbers apart; times `shrinks` they go on where `goes_on`. Of 32 dimensions the first vector has 0 to 3, 8 to 11, 16
-// to 19 and 24 to 27, the second one the others.
-template <int Vectors, int H>
-inline void add_pairs(const History &history, int64_t start, int64_t count, int64_t first, int64_t last, int64_t head,
-                      const std::uint8_t *weights, const float *shrinks, bool goes_on, float *outputs) {
-  alignas(64) static constexpr bf16 kZeros[kLanes * Vectors] = {};  // what no query sees may be no number
-  __m512 sums[H][Vectors];
-#pragma GCC unroll 4
-  for (int h = 0; h < H; ++h) {
-    const __m512 shrink = _mm512_set1_ps(shrinks[h]);
-#pragma GCC unroll 16
-    for (int i = 0; i < Vectors; ++i) {
-      const float *at = outputs + (h * Vectors + i) * kLanes;
-      sums[h][i] = goes_on ? _mm512_mul_ps(_mm512_load_ps(at), shrink) : _mm512_setzero_ps();
-    }
-  }
-  for (int64_t key = start; key < start + count; key += 2, weights += 64) {
-    const bf16 *even = key < first || key > last ? kZeros : history.value(key, head);
-    const bf16 *odd = key + 1 < first || key + 1 > last ? kZeros : history.value(key + 1, head);
-    __m512bh shares[H];
-#pragma GCC unroll 4
-    for (int h = 0; h < H; ++h) {
-      shares[h] = (__m512bh)_mm512_set1_epi32(reinterpret_cast<const int *>(weights)[h]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < Vectors; i += 2) {
-      const __m512i a = _mm512_loadu_si512(even + kLanes * i), b = _mm512_loadu_si512(odd + kLanes * i);
-      const auto lower = (__m512bh)_mm512_unpacklo_epi16(a, b), upper = (__m512bh)_mm512_unpackhi_epi16(a, b);
-#pragma GCC unroll 4
-      for (int h = 0; h < H; ++h) {
-        sums[h][i] = _mm512_dpbf16_ps(sums[h][i], lower, shares[h]);
-        sums[h][i + 1] = _mm512_dpbf16_ps(sums[h][i + 1], upper, shares[h]);
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int h = 0; h < H; ++h)
-#pragma GCC unroll 16
-    for (int i = 0; i < Vectors; ++i) _mm512_store_ps(outputs + (h * Vectors + i) * kLanes, sums[h][i]);
-}
-
-// The same for all queries of the KV head, `Most` at once.
-template <int Vectors, int Most>
-inline void add_pairs_of_head(const History &history, int64_t start, int64_t count, int64_t first, int64_t last,
-                              int64_t head, const std::uint8_t *weights, const float *shrinks, bool goes_on,
-                              float *outputs) {
-  constexpr int64_t kDim = Vectors * kLanes;
-  const int64_t group = history.heads.group();
-  int64_t done = 0;
-  for (; done + Most <= group; done += Most)
-    add_pairs<Vectors, Most>(history, start, count, first, last, head, weights + 4 * done, shrinks + done, goes_on,
-                             outputs + done * kDim);
-  for (; done < group; ++done)
-    add_pairs<Vectors, 1>(history, start, count, first, last, head, weights + 4 * done, shrinks + done, goes_on,
-                          outputs + done * kDim);
-}
-
-// All queries of `count` KV heads, from `head` on, of one token, over keys `first` to `last`, its own position.
-// `queries` and `out` are those of the first of these heads; `scratch` has `tile_attention_bytes`.
-inline void attend_heads_by_tiles(const bf16 *queries, const History &history, int64_t first, int64_t last,
-                                  int64_t head, int64_t count, float scale, float factor, bf16 *out,
-                                  std::uint8_t *scratch) {
-  const Heads &heads = history.heads;
-  const int64_t dim = heads.dim, group = heads.group();
-  const auto add = dim == 32   ? add_pairs_of_head<2, 4>
-                   : dim == 64 ? add_pairs_of_head<4, 3>
-                   : dim == 96 ? add_pairs_of_head<6, 2>
-                   : dim == 128 ? add_pairs_of_head<8, 2>
-                                : add_pairs_of_head<16, 1>;
-  std::uint8_t *query_tiles = scratch;
-  auto *outputs = reinterpret_cast<float *>(query_tiles + count * 32 * dim);
-  auto *scores = outputs + count * group * dim;
-  auto *weights = reinterpret_cast<std::uint8_t *>(scores + kKeysAtOnce * 16);
-  alignas(64) float most[16], sums[16], shrinks[16];
-  std::fill(most, most + 16, -1e30f);  // finite: what sees none of some keys adds nothing then
-  std::fill(sums, sums + 16, 0.0f);
-  put_queries(queries, heads, count, query_tiles);
-  const __m512i position = _mm512_set1_epi32(static_cast<int>(last));
-  const int64_t begin = first / 16 * 16, window = last - first + 1;
-  for (int64_t start = begin; start <= last; start += kKeysAtOnce) {
-    const int64_t whole = std::min((last - start) / 32 * 32 + 32, kKeysAtOnce);
-    for (int64_t key = 0; key < whole; key += 64) {
-      score_heads(history, start + key, last, head, count, query_tiles, scores + 16 * key);
-    }
-    _mm512_store_ps(shrinks, weigh_keys(position, window, start, whole, scale, scores, most, sums, weights));
-    for (int64_t i = 0; i < count; ++i) {
-      add(history, start, whole, first, last, head + i, weights + 4 * i * group, shrinks + i * group, start > begin,
-          outputs + i * group * dim);
-    }
-  }
-  const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-  for (int64_t query = 0; query < count * group; ++query) {
-    const __m512 share = _mm512_set1_ps(factor / sums[query]);
-    for (int64_t d = 0; d < dim; d += 32, outputs += 32, out += 32) {
-      const __m512 a = _mm512_mul_ps(_mm512_load_ps(outputs), share);
-      const __m512 b = _mm512_mul_ps(_mm512_load_ps(outputs + 16), share);
-      store_bf16(out, _mm512_permutex2var_ps(a, lower, b));
-      store_bf16(out + 16, _mm512_permutex2var_ps(a, upper, b));
-    }
-  }
-}
 #else
-inline int64_t tile_attention_bytes(const Heads &) { return 0; }
+inline int64_t chunk_scratch_bytes(const Heads &) { return 0; }
 #endif
 
 }  // namespace asyncllm
