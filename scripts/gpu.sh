@@ -48,15 +48,16 @@ http() {
 }
 
 # Side by side, since tests wait for kernels to be compiled more than for the GPU; those that look at memory look at their
-# own process's. Neighbours stay together, as they share what a module makes. The interpreter's tests are the CPU's.
+# own process's. Neighbours stay together, as they share what a module makes. The tests of the interpreter and of the
+# processor's kernels are the CPU's.
 gpu_tests() {
     status=0
     pytest() {
         "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m "not full" --maxfail 25 \
             --durations 10 "$@"
     }
-    pytest tests/gpu -n "$((($(nproc) * 3 + 3) / 4))" --dist worksteal || status=1
-    pytest tests/kernels --ignore tests/kernels/test_interpreter.py -n "$(nproc)" || status=1
+    pytest tests/gpu -n "$((($(nproc) + 1) / 2))" --dist worksteal || status=1
+    pytest tests/kernels --ignore tests/kernels/test_interpreter.py --ignore tests/kernels/cpu -n "$(nproc)" || status=1
     return $status
 }
 

@@ -24,6 +24,7 @@ from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import (
     ACTIVATIONS,
     KernelMatrix,
+    PackedWeights,
     kernel_product,
     matrix_bytes,
     pack_bfloat16,
@@ -302,13 +303,13 @@ def _make_kernel(
     if not takes_shape(*weight.shape, gated=gated):
         return None
     if isinstance(weight, Tensor):
-        bits, blocks = 16, pack_bfloat16(weight.to(dtype), gated=gated)
+        bits, packed = 16, PackedWeights(pack_bfloat16(weight.to(dtype), gated=gated))
     elif takes_groups(weight.scales, weight.zeros, weight.bits):
-        bits, blocks = weight.bits, pack_groups(weight.codes, weight.scales, weight.zeros, weight.bits, gated=gated)
+        bits, packed = weight.bits, pack_groups(weight.codes, weight.scales, weight.zeros, weight.bits, gated=gated)
     else:
-        bits, blocks = 16, pack_bfloat16(weight.dequantize().to(dtype), gated=gated)
+        bits, packed = 16, PackedWeights(pack_bfloat16(weight.dequantize().to(dtype), gated=gated))
     outputs, inputs = weight.shape
-    matrix = KernelMatrix(forms.memory.place(blocks), None, outputs, inputs, bits, activation)
+    matrix = KernelMatrix(forms.memory.place(packed.blocks), None, outputs, inputs, bits, activation, packed.unit)
     return Formed(KernelProduct(forms.library, matrix, bias), matrix.blocks.nbytes)
 
 

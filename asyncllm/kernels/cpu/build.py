@@ -24,8 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from asyncllm.kernels.cpu.team import TeamSize
 
 logger = logging.getLogger("asyncllm")
 
@@ -63,6 +65,7 @@ class Library:
     functions: ctypes.CDLL
     short: ctypes.PyDLL  # the same, for calls so short that the interpreter is not given up for them
     tiles: bool  # whether the processor's matrix unit (AMX) may be used
+    team: TeamSize = field(default_factory=TeamSize)
 
 
 def _always() -> bool:
@@ -209,6 +212,8 @@ def _load(binary: Path) -> Library:
         for name in ("features", "takes_head", "take_lines", "workspace_bytes", "product_workspace_bytes"):
             for handle in (functions, short):
                 getattr(handle, f"asyncllm_{name}").restype = ctypes.c_int64
+        for name in ("decode", "product", "draw"):
+            getattr(functions, f"asyncllm_{name}").restype = ctypes.c_double
         return Library(functions, short, tiles=bool(functions.asyncllm_features() & 1))
     except AttributeError as error:
         raise OSError(f"not our kernels: {error}") from error

@@ -115,13 +115,19 @@ class DecoderKernel:
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             residual=residual.data_ptr(),
-            threads=torch.get_num_threads(),
         )
-        size = self._workspace_bytes(ctypes.byref(decoder), ctypes.byref(described))
-        if size > self._workspace.nbytes:
-            self._workspace = aligned(size)
-        described.workspace = self._workspace.data_ptr()
-        self._decode(ctypes.byref(decoder), ctypes.byref(described), ctypes.c_int64(self._library.tiles))
+
+        def decode(threads: int) -> float:
+            described.threads = threads
+            size = self._workspace_bytes(ctypes.byref(decoder), ctypes.byref(described))
+            if size > self._workspace.nbytes:
+                self._workspace = aligned(size)
+            described.workspace = self._workspace.data_ptr()
+            lost: float = self._decode(ctypes.byref(decoder), ctypes.byref(described), tiles)
+            return lost
+
+        tiles = ctypes.c_int64(self._library.tiles)
+        self._library.team.run(decode)
 
 
 class _LayerStruct(ctypes.Structure):

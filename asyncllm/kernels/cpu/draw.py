@@ -23,19 +23,24 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
     """
     logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
     rows, vocabulary = logits.shape
-    threads = min(torch.get_num_threads(), max(1, rows))
     found = torch.empty(rows, dtype=torch.int64)
-    ends = aligned(8 * threads * (vocabulary // _TILE + 1))
-    library.functions.asyncllm_draw(
-        ctypes.c_void_p(logits.data_ptr()),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(vocabulary),
-        ctypes.c_void_p(temperature.data_ptr()),
-        ctypes.c_void_p(uniform.data_ptr()),
-        ctypes.c_void_p(found.data_ptr()),
-        ctypes.c_void_p(ends.data_ptr()),
-        ctypes.c_int64(threads),
-    )
+
+    def draw(threads: int) -> float:
+        threads = min(threads, max(1, rows))
+        ends = aligned(8 * threads * (vocabulary // _TILE + 1))
+        lost: float = library.functions.asyncllm_draw(
+            ctypes.c_void_p(logits.data_ptr()),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(vocabulary),
+            ctypes.c_void_p(temperature.data_ptr()),
+            ctypes.c_void_p(uniform.data_ptr()),
+            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_void_p(ends.data_ptr()),
+            ctypes.c_int64(threads),
+        )
+        return lost
+
+    library.team.run(draw)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +31,7 @@ class MatrixStruct(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("bits", ctypes.c_int64),
         ("activation", ctypes.c_int64),
+        ("unit", ctypes.c_double),
     )
 
 
@@ -43,6 +45,7 @@ class KernelMatrix:
     inputs: int
     bits: int  # of a weight: 4, 8, or 16 for bfloat16
     activation: str | None
+    unit: float = 1.0  # what scales and zeros are multiples of
 
     @cached_property
     def struct(self) -> MatrixStruct:
@@ -54,6 +57,7 @@ class KernelMatrix:
             self.inputs,
             self.bits,
             ACTIVATIONS[self.activation],
+            self.unit,
         )
 
     @property
@@ -68,12 +72,11 @@ def takes_shape(outputs: int, inputs: int, *, gated: bool) -> bool:
 
 
 def takes_groups(scales: Tensor, zeros: Tensor, bits: int) -> bool:
-    """Whether float16 can hold scales and zeros."""
-    lowest = _lowest(scales, zeros, bits)
-    rounded = scales.half().float()
-    return bool(
-        ((rounded - scales).abs() <= scales.abs() * 2**-10).all() and lowest.half().isfinite().all()
-    )  # what is not finite fails too
+    """Whether float16 can hold scales and zeros, as multiples of a unit."""
+    if not (scales.isfinite().all() and zeros.isfinite().all()):
+        return False
+    exact = scales / _unit(scales, zeros, bits)
+    return bool(((exact.half().float() - exact).abs() <= exact.abs() * 2**-10).all())
 
 
 def matrix_bytes(outputs: int, inputs: int, bits: int) -> int:
@@ -82,7 +85,15 @@ def matrix_bytes(outputs: int, inputs: int, bits: int) -> int:
     return outputs * inputs * bits // 8 + (4 * groups if bits < 16 else 0)
 
 
-def pack_groups(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, *, gated: bool = False) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Blocks of a matrix, and what the scales and zeros in them are multiples of."""
+
+    blocks: Tensor
+    unit: float = 1.0
+
+
+def pack_groups(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, *, gated: bool = False) -> PackedWeights:
     """Blocks of a matrix whose weights are `codes · scales + zeros`.
 
     `codes` [outputs, inputs] int8 from −2^(bits − 1) on, with 4 or 8 bits; `scales`, `zeros` [outputs, inputs / GROUP].
@@ -92,15 +103,17 @@ def pack_groups(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, *, gate
     order = _order(outputs, gated)
     unsigned = codes[order].view(torch.uint8) + 2 ** (bits - 1)  # modulo 256
     if bits == 4:
-        halves = unsigned.view(-1, FEATURES, groups, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)
-        packed = halves[0] | halves[1] << 4  # [blocks, groups, quads, features, 4]
+        # of 8 inputs: bit 0 of their place tells the half of a lane, the others the place in it
+        nibbles = unsigned.view(-1, FEATURES, groups, 4, 4, 2).permute(0, 2, 3, 1, 5, 4)
+        packed = nibbles[..., 0::2] | nibbles[..., 1::2] << 4  # [blocks, groups, octets, features, halves, bytes]
     else:
-        packed = unsigned.view(-1, FEATURES, groups, 8, 4).permute(0, 2, 3, 1, 4)
+        packed = unsigned.view(-1, FEATURES, groups, 8, 2, 2).permute(0, 2, 3, 1, 5, 4)
+    unit = _unit(scales, zeros, bits)
     numbers = [
-        values[order].half().view(-1, FEATURES, groups).transpose(1, 2).contiguous().view(torch.uint8)
+        (values[order] / unit).half().view(-1, FEATURES, groups).transpose(1, 2).contiguous().view(torch.uint8)
         for values in (scales, _lowest(scales, zeros, bits))
     ]
-    return torch.cat((packed.flatten(2), *numbers), dim=2).flatten()
+    return PackedWeights(torch.cat((packed.flatten(2), *numbers), dim=2).flatten(), unit)
 
 
 def pack_bfloat16(weight: Tensor, *, gated: bool = False) -> Tensor:
@@ -129,25 +142,30 @@ def kernel_product(
     [n, width] in bfloat16 or float32. Each row's result depends on the number of rows, but not on what they hold.
     """
     x = x.contiguous()
-    rows, threads = len(x), torch.get_num_threads()
+    rows = len(x)
     out = torch.empty(rows, matrix.width, dtype=dtype)
     if not rows:
         return out
     functions, struct = library.functions, ctypes.byref(matrix.struct)
-    size = functions.asyncllm_product_workspace_bytes(struct, ctypes.c_int64(rows), ctypes.c_int64(threads))
-    workspace = aligned(size)
-    functions.asyncllm_product(
-        struct,
-        ctypes.c_void_p(x.data_ptr()),
-        None if norm is None else ctypes.c_void_p(norm.data_ptr()),
-        ctypes.c_double(eps),
-        ctypes.c_int64(rows),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(dtype == torch.float32),
-        ctypes.c_void_p(workspace.data_ptr()),
-        ctypes.c_int64(threads),
-        ctypes.c_int64(library.tiles),
-    )
+
+    def multiply(threads: int) -> float:
+        size = functions.asyncllm_product_workspace_bytes(struct, ctypes.c_int64(rows), ctypes.c_int64(threads))
+        workspace = aligned(size)
+        lost: float = functions.asyncllm_product(
+            struct,
+            ctypes.c_void_p(x.data_ptr()),
+            None if norm is None else ctypes.c_void_p(norm.data_ptr()),
+            ctypes.c_double(eps),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(dtype == torch.float32),
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_int64(threads),
+            ctypes.c_int64(library.tiles),
+        )
+        return lost
+
+    library.team.run(multiply)
     return out
 
 
@@ -182,6 +200,16 @@ def product_reference(
 def _lowest(scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Of each group, the weight whose code is the lowest: what an unsigned code counts from."""
     return zeros.sub(scales, alpha=2 ** (bits - 1))
+
+
+def _unit(scales: Tensor, zeros: Tensor, bits: int) -> float:
+    """The power of two that makes the largest weight lie between 128 and 256.
+
+    So those of which float16 has few bits, or none, are a millionth of it.
+    """
+    lowest = _lowest(scales, zeros, bits)
+    largest = float(torch.maximum(lowest.abs(), (lowest + (2**bits - 1) * scales).abs()).max())
+    return 2.0 ** (math.frexp(largest)[1] - 8)
 
 
 def _order(outputs: int, gated: bool) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import (
     KernelMatrix,
+    PackedWeights,
     aligned,
     kernel_product,
     matrix_bytes,
@@ -28,14 +29,14 @@ def make(
     gated, plain = activation is not None, weight.dequantize()
     if bits == 16:
         plain = plain.bfloat16()
-        blocks = pack_bfloat16(plain, gated=gated)
+        packed = PackedWeights(pack_bfloat16(plain, gated=gated))
     else:
-        blocks = pack_groups(weight.codes, weight.scales, weight.zeros, bits, gated=gated)
+        packed = pack_groups(weight.codes, weight.scales, weight.zeros, bits, gated=gated)
     outputs, inputs = weight.shape
-    assert blocks.nbytes == matrix_bytes(outputs, inputs, bits)
-    placed = aligned(blocks.nbytes).copy_(blocks)
+    assert packed.blocks.nbytes == matrix_bytes(outputs, inputs, bits)
+    placed = aligned(packed.blocks.nbytes).copy_(packed.blocks)
     packed_bias = None if bias is None else pack_bias(bias, gated=gated)
-    return KernelMatrix(placed, packed_bias, outputs, inputs, bits, activation), plain.double()
+    return KernelMatrix(placed, packed_bias, outputs, inputs, bits, activation, packed.unit), plain.double()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -1,8 +1,7 @@
 // Rotation, cache write and attention over the paged cache, in bfloat16 with float32 scores and sums.
 //
-// A layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]. A token that is alone in
-// its row is attended by vectors; the tokens of a chunk 32 at a time in the matrix unit, where there is one, with
-// scores and outputs transposed: a query is a lane there, so that no maximum or sum goes across lanes.
+// A layer's part of the cache is [blocks, block_size, 2 (keys, values), kv_heads, head_dim]. Here is what processors
+// without a matrix unit do, and what all need; chunk_attention.h and token_attention.h have the rest.
 #pragma once
 
 #include <algorithm>
@@ -38,14 +37,14 @@ struct History {
   bf16 *value(int64_t position, int64_t head) const { return line(position) + (heads.keys + head) * heads.dim; }
 };
 
-// How the heads of one token are turned: [dim] each, the sines of the first half negated.
-struct Turn {
+// How the heads of one token are rotated: [dim] each, the sines of the first half negated.
+struct Rotation {
   const bf16 *cosine, *sine;
   const bf16 *norm;  // weights of a head's RMSNorm before it; null: none
   float eps;
 };
 
-inline void turn(const bf16 *from, bf16 *to, int64_t dim, const Turn &by) {
+inline void rotate(const bf16 *from, bf16 *to, int64_t dim, const Rotation &by) {
   __m512 scale = _mm512_set1_ps(1.0f);
   if (by.norm) {
     __m512 squares = _mm512_setzero_ps();
@@ -69,14 +68,15 @@ inline void turn(const bf16 *from, bf16 *to, int64_t dim, const Turn &by) {
   }
 }
 
-// Turn one KV head's queries in place, and write its key and value. `qkv` is the token's.
-inline void turn_and_write(bf16 *qkv, const History &history, int64_t position, int64_t head, Turn queries, Turn keys) {
+// Rotate one KV head's queries in place, and write its key and value. `qkv` is the token's.
+inline void rotate_and_write(bf16 *qkv, const History &history, int64_t position, int64_t head,
+                             const Rotation &queries, const Rotation &keys) {
   const Heads &heads = history.heads;
   for (int64_t i = 0; i < heads.group(); ++i) {
     bf16 *query = qkv + (head * heads.group() + i) * heads.dim;
-    turn(query, query, heads.dim, queries);
+    rotate(query, query, heads.dim, queries);
   }
-  turn(qkv + (heads.queries + head) * heads.dim, history.key(position, head), heads.dim, keys);
+  rotate(qkv + (heads.queries + head) * heads.dim, history.key(position, head), heads.dim, keys);
   std::memcpy(history.value(position, head), qkv + (heads.queries + heads.keys + head) * heads.dim, 2 * heads.dim);
 }
 
@@ -94,7 +94,7 @@ inline void prefetch_keys(const History &history, int64_t first, int64_t last) {
 // Keys `first` to `last` of one KV head for H of its queries [H, dim]; `scores` has room for H · (keys + 16) floats.
 template <int Vectors, int H>
 inline void attend_by_vectors(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                              float scale, bf16 *out, float *scores) {
+                              float scale, float factor, bf16 *out, float *scores) {
   constexpr int64_t kDim = Vectors * kLanes;
   const int64_t count = last - first + 1, stride = (count + 15) / 16 * 16;
   __m512 most[H];
@@ -133,7 +133,7 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
       _mm512_storeu_ps(at, weight);
       sum = _mm512_add_ps(sum, weight);
     }
-    shares[h] = 1.0f / _mm512_reduce_add_ps(sum);
+    shares[h] = factor / _mm512_reduce_add_ps(sum);
   }
   __m512 sums[H][Vectors];
   for (int h = 0; h < H; ++h)
@@ -155,13 +155,13 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
 
 template <int Vectors, int Most>
 inline void attend_heads(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                         float scale, bf16 *out, float *scores) {
+                         float scale, float factor, bf16 *out, float *scores) {
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
   for (; done + Most <= group; done += Most)
-    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, out + done * dim, scores);
+    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
   for (; done < group; ++done)
-    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, out + done * dim, scores);
+    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
 }
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }
@@ -170,221 +170,19 @@ constexpr int64_t kHeadsAtOnce = 3;  // the most below, whose scores are held
 
 // All queries of one KV head of one token, over keys `first` to `last`.
 inline void attend_token(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                         float scale, bf16 *out, float *scores) {
+                         float scale, float factor, bf16 *out, float *scores) {
   switch (history.heads.dim) {
     case 32:
-      return attend_heads<2, 3>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<2, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 64:
-      return attend_heads<4, 3>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<4, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 96:
-      return attend_heads<6, 2>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<6, 2>(query, history, first, last, head, scale, factor, out, scores);
     case 128:
-      return attend_heads<8, 2>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<8, 2>(query, history, first, last, head, scale, factor, out, scores);
     default:
-      return attend_heads<16, 1>(query, history, first, last, head, scale, out, scores);
+      return attend_heads<16, 1>(query, history, first, last, head, scale, factor, out, scores);
   }
 }
-
-constexpr int64_t kTokensAtOnce = 32;  // of a chunk
-constexpr int64_t kKeysAtOnce = 256;
-
-#ifdef __AMX_BF16__
-
-inline int64_t chunk_scratch_bytes(const Heads &heads) {
-  const int64_t tiles = kTokensAtOnce / 16 * heads.group(), dim = heads.dim;
-  // queries and outputs transposed, maxima and sums; then values transposed, scores and weights of some keys
-  return tiles * (32 * dim + 64 * dim + 128) + kKeysAtOnce * (2 * dim + 64 + 32);
-}
-
-// Values of 32 keys as tiles of 16 dimensions by pairs of keys; zeros where a key is outside of `first` to `last`.
-inline void put_values(const History &history, int64_t start, int64_t first, int64_t last, int64_t head,
-                       std::uint8_t *tiles) {
-  alignas(64) std::uint16_t order[2][32];
-  for (int i = 0; i < 16; ++i) {
-    for (int part = 0; part < 2; ++part) {
-      order[part][2 * i] = static_cast<std::uint16_t>(16 * part + i);
-      order[part][2 * i + 1] = static_cast<std::uint16_t>(32 + 16 * part + i);
-    }
-  }
-  const __m512i lower = _mm512_load_si512(order[0]), upper = _mm512_load_si512(order[1]);
-  const bf16 *values[32];
-  for (int64_t i = 0; i < 32; ++i) {
-    const int64_t position = start + i;
-    values[i] = position < first || position > last ? nullptr : history.value(position, head);
-  }
-  for (int64_t d = 0; d < history.heads.dim; d += 32, tiles += 2 * kTileBytes) {
-    __m512i left[16], right[16];
-    for (int pair = 0; pair < 16; ++pair) {
-      const bf16 *even = values[2 * pair], *odd = values[2 * pair + 1];
-      const __m512i a = even ? _mm512_loadu_si512(even + d) : _mm512_setzero_si512();
-      const __m512i b = odd ? _mm512_loadu_si512(odd + d) : _mm512_setzero_si512();
-      left[pair] = _mm512_permutex2var_epi16(a, lower, b);
-      right[pair] = _mm512_permutex2var_epi16(a, upper, b);
-    }
-    transpose(left);
-    transpose(right);
-    for (int i = 0; i < 16; ++i) {
-      _mm512_store_si512(tiles + 64 * i, left[i]);
-      _mm512_store_si512(tiles + kTileBytes + 64 * i, right[i]);
-    }
-  }
-}
-
-// Scores of 16 queries for `count` keys (a multiple of 32) from `start` on: [count, 16], neither scaled nor masked. The
-// row has no key, and perhaps no place in a table, after `last`.
-inline void score_keys(const History &history, int64_t start, int64_t count, int64_t last, int64_t head,
-                       const std::uint8_t *queries, float *scores) {
-  const int64_t parts = history.heads.dim / 32, stride = 2 * history.line_size();
-  for (int64_t key = 0; key < count; key += 32) {
-    const int64_t upper = start + key + 16;
-    const bf16 *first = history.key(start + key, head), *second = upper > last ? first : history.key(upper, head);
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t part = 0; part < parts; ++part) {
-      _tile_loadd(4, first + 32 * part, stride);
-      _tile_loadd(5, second + 32 * part, stride);
-      _tile_loadd(6, queries + kTileBytes * part, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
-    }
-    _tile_stored(0, scores + 16 * key, 64);
-    _tile_stored(1, scores + 16 * (key + 16), 64);
-  }
-}
-
-// Adds to outputs [dim, 16] the values of `count` keys by their weights.
-inline void add_values(int64_t dim, int64_t count, const std::uint8_t *values, const std::uint8_t *weights,
-                       float *outputs) {
-  const int64_t step = dim / 16 * kTileBytes;
-  for (int64_t d = 0; d < dim; d += 32, values += 2 * kTileBytes, outputs += 512) {
-    const std::uint8_t *value = values, *weight = weights;
-    _tile_loadd(0, outputs, 64);
-    _tile_loadd(1, outputs + 256, 64);
-    for (int64_t key = 0; key < count; key += 32, value += step, weight += kTileBytes) {
-      _tile_loadd(4, value, 64);
-      _tile_loadd(5, value + kTileBytes, 64);
-      _tile_loadd(6, weight, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
-    }
-    _tile_stored(0, outputs, 64);
-    _tile_stored(1, outputs + 256, 64);
-  }
-}
-
-// Scores [count, 16] of queries at `positions` to weights: pairs of keys [count / 2, 16, 2] in bfloat16. `most` and
-// `sum` [16] go on; outputs [dim, 16] are scaled to the new maxima.
-inline void weigh_keys(__m512i positions, int64_t window, int64_t start, int64_t count, float scale, int64_t dim,
-                       float *scores, float *most, float *sum, float *outputs, std::uint8_t *weights) {
-  const int64_t first_position = _mm512_reduce_min_epi32(positions), last_position = _mm512_reduce_max_epi32(positions);
-  const bool cut = start + count - 1 > first_position || start <= last_position - window;
-  const __m512 factor = _mm512_set1_ps(scale * kLog2E),
-               hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  const __m512i oldest =
-      _mm512_sub_epi32(positions, _mm512_set1_epi32(static_cast<int>(std::min<int64_t>(window, 1 << 30))));
-  const __m512 before = _mm512_load_ps(most);
-  __m512 highest = hidden;
-  for (int64_t key = 0; key < count; ++key) {
-    __m512 score = _mm512_load_ps(scores + 16 * key);
-    if (cut) {
-      const __m512i at = _mm512_set1_epi32(static_cast<int>(start + key));
-      const __mmask16 seen = _mm512_cmple_epi32_mask(at, positions) & _mm512_cmpgt_epi32_mask(at, oldest);
-      score = _mm512_mask_mov_ps(hidden, seen, score);
-      _mm512_store_ps(scores + 16 * key, score);
-    }
-    highest = _mm512_max_ps(highest, score);
-  }
-  const __m512 largest = _mm512_max_ps(before, _mm512_mul_ps(highest, factor));
-  alignas(64) std::uint16_t order[32];
-  for (int i = 0; i < 16; ++i) {
-    order[2 * i] = static_cast<std::uint16_t>(i);
-    order[2 * i + 1] = static_cast<std::uint16_t>(16 + i);
-  }
-  const __m512i in_turn = _mm512_load_si512(order);
-  __m512 added = _mm512_setzero_ps();
-  for (int64_t key = 0; key < count; key += 2) {
-    const __m512 even = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key), factor, largest));
-    const __m512 odd = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key + 16), factor, largest));
-    added = _mm512_add_ps(added, _mm512_add_ps(even, odd));
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-    _mm512_store_si512(weights + 32 * key, _mm512_permutexvar_epi16(in_turn, both));
-  }
-  _mm512_store_ps(most, largest);
-  const __m512 shrink = exp2(_mm512_sub_ps(before, largest));
-  _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink, added));
-  if (_mm512_cmp_ps_mask(before, largest, _CMP_NEQ_UQ)) {
-    for (int64_t d = 0; d < dim; ++d) {
-      _mm512_store_ps(outputs + 16 * d, _mm512_mul_ps(_mm512_load_ps(outputs + 16 * d), shrink));
-    }
-  }
-}
-
-// All queries of one KV head of `count` neighbours in a chunk, the first at `position`. `qkv` and `out` are the first
-// one's, `stride` and `out_stride` apart; `scratch` has `chunk_scratch_bytes`.
-inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history, int64_t position, int64_t count,
-                         int64_t window, int64_t head, float scale, bf16 *out, int64_t out_stride,
-                         std::uint8_t *scratch) {
-  const int64_t group = history.heads.group(), dim = history.heads.dim, halves = (count + 15) / 16,
-                tiles = halves * group;
-  std::uint8_t *queries = scratch;
-  auto *outputs = reinterpret_cast<float *>(queries + tiles * 32 * dim);
-  float *most = outputs + tiles * 16 * dim, *sums = most + tiles * 16;
-  auto *values = reinterpret_cast<std::uint8_t *>(sums + tiles * 16);
-  auto *scores = reinterpret_cast<float *>(values + kKeysAtOnce * 2 * dim);
-  auto *weights = reinterpret_cast<std::uint8_t *>(scores + kKeysAtOnce * 16);
-
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t token = tile / group * 16, query_head = head * group + tile % group;
-    for (int64_t part = 0; part < dim / 32; ++part) {
-      __m512i rows[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        rows[i] = _mm512_loadu_si512(qkv + std::min(token + i, count - 1) * stride + query_head * dim + 32 * part);
-      }
-      transpose(rows);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(queries + tile * 32 * dim + part * kTileBytes + 64 * i, rows[i]);
-    }
-  }
-  std::memset(outputs, 0, tiles * 64 * dim);
-  std::fill(most, most + tiles * 16, -1e30f);  // finite: what sees none of some keys adds nothing then
-  std::fill(sums, sums + tiles * 16, 0.0f);
-
-  const int64_t last = position + count - 1, first = std::max<int64_t>(0, position - window + 1);
-  for (int64_t start = first / 16 * 16; start <= last; start += kKeysAtOnce) {
-    const int64_t whole = std::min((last - start) / 32 * 32 + 32, kKeysAtOnce);
-    for (int64_t key = 0; key < whole; key += 32) {
-      put_values(history, start + key, first, last, head, values + key * 2 * dim);
-    }
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t token = tile / group * 16, newest = std::min(position + token + 15, last);
-      if (start > newest) continue;
-      const int64_t seen = std::min((newest - start) / 32 * 32 + 32, whole);
-      const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      const __m512i positions =
-          _mm512_min_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + token))),
-                           _mm512_set1_epi32(static_cast<int>(last)));
-      float *output = outputs + tile * 16 * dim;
-      score_keys(history, start, seen, last, head, queries + tile * 32 * dim, scores);
-      weigh_keys(positions, window, start, seen, scale, dim, scores, most + 16 * tile, sums + 16 * tile, output,
-                 weights);
-      add_values(dim, seen, values, weights, output);
-    }
-  }
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t token = tile / group * 16, query_head = head * group + tile % group;
-    const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sums + 16 * tile));
-    for (int64_t d = 0; d < dim; d += 16) {
-      __m512i rows[16];
-      const float *from = outputs + (tile * dim + d) * 16;
-      for (int i = 0; i < 16; ++i) rows[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(from + 16 * i), share));
-      transpose(rows);
-      for (int64_t i = 0; i < std::min<int64_t>(16, count - token); ++i) {
-        store_bf16(out + (token + i) * out_stride + query_head * dim + d, _mm512_castsi512_ps(rows[i]));
-      }
-    }
-  }
-}
-#else
-inline int64_t chunk_scratch_bytes(const Heads &) { return 0; }
-#endif
 
 }  // namespace asyncllm

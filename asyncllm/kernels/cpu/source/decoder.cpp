@@ -1,157 +1,8 @@
 // What Python calls: a product alone, and all layers of a decoder in one call (kernels/cpu/decoder.py).
-#include <cstddef>
-
-#include "attention.h"
 #include "draw.h"
-#include "matrix.h"
+#include "key_prefetcher.h"
 
 namespace asyncllm {
-
-// The structures are those of kernels/cpu/decoder.py, field by field.
-struct Layer {
-  const bf16 *attention_norm, *mlp_norm;
-  const bf16 *query_norm, *key_norm;  // null: none
-  Matrix qkv, output, gate_up, down;
-  bf16 *cache;
-  int64_t group;   // whose block tables it uses
-  int64_t window;  // keys that a query sees; very large: all
-  double eps;
-};
-
-struct Decoder {
-  const Layer *layers;
-  int64_t count, hidden, queries, keys, dim, block_size;
-
-  Heads heads() const { return {queries, keys, dim}; }
-};
-
-struct Step {
-  int64_t tokens, singles;     // the first `singles` tokens are alone in their rows
-  int64_t spans;               // chunks of neighbours: all other tokens
-  const int64_t *span_starts;  // [spans + 1]
-  const int64_t *rows, *positions;
-  const int64_t *const *tables;  // of each cache group: [rows, table_width]
-  int64_t table_width;
-  int64_t longest;            // keys of the row that has most
-  int64_t reads_new;          // 1: tokens may see keys that this step writes for other rows
-  const bf16 *cosine, *sine;  // [tokens, dim]
-  bf16 *residual;             // [tokens, hidden], overwritten
-  std::uint8_t *workspace;
-  int64_t threads;
-};
-
-struct Cut {  // takes aligned pieces of a workspace
-  std::uint8_t *at;
-  template <class T = std::uint8_t>
-  T *take(int64_t bytes) {
-    auto *piece = reinterpret_cast<T *>(at);
-    at += (bytes + 63) / 64 * 64;
-    return piece;
-  }
-};
-
-// What the threads share, and what each has for itself.
-struct Workspace {
-  float *residual;
-  std::uint8_t *input;  // of a product, in its form
-  bf16 *qkv, *attended, *inner;
-  std::uint8_t *own;
-
-  Workspace(const Decoder &model, const Step &step, Cut &cut, int64_t thread) {
-    const Layer &layer = model.layers[0];
-    const int64_t padded = (step.tokens + 31) / 32 * 32, widest = widest_input(model);
-    residual = cut.take<float>(4 * padded * model.hidden);
-    input = cut.take(padded * integer_row_bytes(widest));
-    qkv = cut.take<bf16>(2 * padded * layer.qkv.outputs);
-    attended = cut.take<bf16>(2 * padded * layer.output.inputs);
-    inner = cut.take<bf16>(2 * padded * layer.down.inputs);
-    own = cut.at + thread * own_bytes(model, step);
-    cut.at += step.threads * own_bytes(model, step);
-  }
-
-  static int64_t widest_input(const Decoder &model) {
-    const Layer &layer = model.layers[0];
-    return std::max({model.hidden, layer.output.inputs, layer.down.inputs});
-  }
-
-  // A thread's: a product's input of few rows, what a product or an attention needs. All layers have one shape.
-  static int64_t own_bytes(const Decoder &model, const Step &step) {
-    const int64_t scores = 4 * kHeadsAtOnce * (step.longest + 32);
-    const int64_t work =
-        std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads())});
-    return (few_bytes(model) + work + 4095) / 4096 * 4096;
-  }
-
-  static int64_t few_bytes(const Decoder &model) {
-    return (kFewRows * integer_row_bytes(widest_input(model)) + 63) / 64 * 64;
-  }
-};
-
-inline History history_of(const Decoder &model, const Step &step, const Layer &layer, int64_t token, int64_t asked) {
-  const int64_t *table = step.tables[layer.group] + step.rows[token] * step.table_width;
-  return {layer.cache, table, model.block_size, model.heads(), asked};
-}
-
-// The first key that a token sees.
-inline int64_t first_key(const Layer &layer, int64_t position) {
-  return std::max<int64_t>(0, position - layer.window + 1);
-}
-
-// What the tokens that are alone in their rows are going to read from a layer's cache. It lies in pieces that no
-// processor foresees; so a thread asks for its part of it little by little, while it computes the product before.
-class Ahead {
- public:
-  Ahead(const Team &team, const Decoder &model, const Step &step) : model_(model), step_(step) {
-    const Range tasks = team.share(step.singles * model.keys);
-    tokens_ = {tasks.begin / model.keys, (tasks.end + model.keys - 1) / model.keys};
-    if (tasks.begin == tasks.end) tokens_.end = tokens_.begin;
-    const int64_t count = std::max<int64_t>(1, tokens_.end - tokens_.begin);
-    most_ = kBytes / (4 * model.keys * model.dim) / count;
-    int64_t keys = 0;
-    for (int64_t token = tokens_.begin; token < tokens_.end; ++token)
-      keys += std::min(step.positions[token] + 1, most_);
-    at_once_ = keys * 2 * kFeatures * team.threads / model.layers[0].qkv.outputs + 1;
-    token_ = tokens_.end;
-  }
-
-  int64_t most() const { return most_; }  // keys of each token
-
-  void start(const Layer &layer) {
-    layer_ = &layer;
-    token_ = tokens_.begin;
-    begin_token();
-  }
-
-  void ask() {
-    for (int64_t left = at_once_; left > 0 && token_ < tokens_.end;) {
-      const int64_t count = std::min(left, last_ - key_ + 1);
-      prefetch_keys(history_of(model_, step_, *layer_, token_, 0), key_, key_ + count - 1);
-      left -= count;
-      key_ += count;
-      if (key_ > last_) {
-        ++token_;
-        begin_token();
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t kBytes = 1 << 20;  // about half of a second-level cache
-
-  void begin_token() {
-    if (token_ >= tokens_.end) return;
-    const int64_t position = step_.positions[token_];
-    key_ = first_key(*layer_, position);
-    last_ = std::min(position, key_ + most_ - 1);
-  }
-
-  const Decoder &model_;
-  const Step &step_;
-  Range tokens_;
-  int64_t most_, at_once_;
-  const Layer *layer_ = nullptr;
-  int64_t token_, key_ = 0, last_ = 0;
-};
 
 // One thread's way through the layers.
 class Pass {
@@ -163,9 +14,10 @@ class Pass {
         heads_(model.heads()),
         tiles_(tiles),
         tasks_(tasks),
-        ahead_(team, model, step),
-        cut_{step.workspace},
-        space_(model, step, cut_, team.thread),
+        heads_at_once_(choose_heads_at_once()),
+        prefetcher_(team, model, step, tasks_of_token()),
+        arena_{step.workspace},
+        space_(model, step, arena_, team.thread),
         scratch_(space_.own + Workspace::few_bytes(model)) {}
 
   void run() {
@@ -183,20 +35,21 @@ class Pass {
 
  private:
   void run_layer(const Layer &layer, int64_t index) {
-    const Sink stream{Sink::kAddFloat, space_.residual, model_.hidden};
+    const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
-    ahead_.start(layer);
-    product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Sink::kStore, space_.qkv, layer.qkv.outputs});
+    prefetcher_.start(layer);
+    product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Output::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer, index);
     team_.wait();
     product(layer.output, plain(layer.output, space_.attended), stream);
     const int64_t inner = layer.gate_up.outputs / 2;
-    product(layer.gate_up, normed(layer.gate_up, layer.mlp_norm, eps), {Sink::kStore, space_.inner, inner});
+    product(layer.gate_up, normed(layer.gate_up, layer.mlp_norm, eps),
+            {Output::kStore, space_.inner, inner, input_factor(layer.down)});
     product(layer.down, plain(layer.down, space_.inner), stream);
   }
 
-  void product(const Matrix &matrix, const Rows &input, const Sink &sink) {
-    multiply(team_, matrix, input, step_.tokens, sink, tiles_, scratch_, [&] { ahead_.ask(); });
+  void product(const Matrix &matrix, const Rows &input, const Output &output) {
+    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, [&] { prefetcher_.ask(); });
     team_.wait();
   }
 
@@ -209,12 +62,14 @@ class Pass {
     });
   }
 
-  // Rows that are there in bfloat16.
+  // What a product wants rows in bfloat16 to be multiplied by.
+  float input_factor(const Matrix &matrix) const { return factor_of(form_of(matrix, step_.tokens, tiles_)); }
+
+  // Rows that are there in bfloat16, times `input_factor`.
   Rows plain(const Matrix &matrix, const bf16 *rows) {
     const int64_t size = matrix.inputs;
-    if (form_of(matrix, step_.tokens, tiles_) == Form::kBfloat16) {
-      return {Form::kBfloat16, reinterpret_cast<const std::uint8_t *>(rows), 2 * size};
-    }
+    const Form form = form_of(matrix, step_.tokens, tiles_);
+    if (!holds_integers(form)) return {form, reinterpret_cast<const std::uint8_t *>(rows), 2 * size};
     return prepared(matrix, [&](Form form, std::uint8_t *to, int64_t row) {
       put_row(form, to, size, [&](int64_t i) { return load_bf16(rows + row * size + i); });
     });
@@ -235,50 +90,86 @@ class Pass {
   }
 
   History history(const Layer &layer, int64_t token) const {
-    return history_of(model_, step_, layer, token, ahead_.most());
+    return history_of(model_, step_, layer, token, prefetcher_.most());
   }
 
   bf16 *qkv(int64_t token) const { return space_.qkv + token * heads_.width(); }
 
-  void turn_head(const Layer &layer, int64_t token, int64_t head) {
+  void rotate_heads(const Layer &layer, int64_t token, int64_t head, int64_t count) {
     const int64_t at = token * model_.dim;
     const auto eps = static_cast<float>(layer.eps);
-    const Turn queries{step_.cosine + at, step_.sine + at, layer.query_norm, eps};
-    const Turn keys{step_.cosine + at, step_.sine + at, layer.key_norm, eps};
-    turn_and_write(qkv(token), history(layer, token), step_.positions[token], head, queries, keys);
+    const Rotation queries{step_.cosine + at, step_.sine + at, layer.query_norm, eps};
+    const Rotation keys{step_.cosine + at, step_.sine + at, layer.key_norm, eps};
+    for (int64_t i = head; i < head + count; ++i) {
+      rotate_and_write(qkv(token), history(layer, token), step_.positions[token], i, queries, keys);
+    }
   }
 
-  void attend_one(const Layer &layer, int64_t token, int64_t head) {
-    const int64_t position = step_.positions[token], offset = head * heads_.group() * model_.dim;
-    const int64_t first = first_key(layer, position);
+  // Neighbouring KV heads of one token.
+  void attend_heads(const Layer &layer, int64_t token, int64_t head, int64_t count) {
+    const int64_t position = step_.positions[token], first = first_key(layer, position);
+    const int64_t group = heads_.group() * model_.dim, offset = head * group;
+    const bf16 *queries = qkv(token) + offset;
     bf16 *out = space_.attended + token * heads_.queries * model_.dim + offset;
-    attend_token(qkv(token) + offset, history(layer, token), first, position, head, scale(), out,
-                 reinterpret_cast<float *>(scratch_));
+    const float factor = input_factor(layer.output);
+#ifdef __AMX_BF16__
+    if (by_tiles()) {
+      return attend_heads_by_tiles(queries, history(layer, token), first, position, head, count, scale(), factor, out,
+                                   scratch_);
+    }
+#endif
+    for (int64_t i = 0; i < count; ++i) {
+      attend_token(queries + i * group, history(layer, token), first, position, head + i, scale(), factor,
+                   out + i * group, reinterpret_cast<float *>(scratch_));
+    }
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(model_.dim)); }
 
+  // Whether single tokens are attended by the matrix unit.
+  bool by_tiles() const { return tiles_ && model_.block_size % 16 == 0 && heads_.group() <= 16; }
+
+  int64_t choose_heads_at_once() const {
+#ifdef __AMX_BF16__
+    if (by_tiles()) {  // of few tokens no more than leave some to each thread
+      const int64_t heads = std::max<int64_t>(1, step_.singles * heads_.keys);
+      return std::min(heads_at_once(heads_), (heads + team_.threads - 1) / team_.threads);
+    }
+#endif
+    return 1;
+  }
+
+  int64_t tasks_of_token() const { return (heads_.keys + heads_at_once_ - 1) / heads_at_once_; }
+
+  // Calls `function(token, head, count)` for this thread's part of the tokens from `first` to `last`.
+  template <class Function>
+  void for_heads(int64_t first, int64_t last, Function &&function) {
+    const int64_t tasks = tasks_of_token();
+    const Range range = team_.share((last - first) * tasks);
+    for (int64_t task = range.begin; task < range.end; ++task) {
+      const int64_t head = task % tasks * heads_at_once_;
+      function(first + task / tasks, head, std::min(heads_at_once_, heads_.keys - head));
+    }
+  }
+
   void attend(const Layer &layer, int64_t index) {
-    const int64_t heads = model_.keys, singles = step_.singles;
-    const Range single = team_.share(singles * heads);
+    const int64_t singles = step_.singles;
     const bool waits = step_.spans || step_.reads_new;
-    for (int64_t task = single.begin; task < single.end; ++task) {
-      turn_head(layer, task / heads, task % heads);
-      if (!waits) attend_one(layer, task / heads, task % heads);
-    }
+    for_heads(0, singles, [&](int64_t token, int64_t head, int64_t count) {
+      rotate_heads(layer, token, head, count);
+      if (!waits) attend_heads(layer, token, head, count);
+    });
     if (!waits) return;
-    const Range others = team_.share((step_.tokens - singles) * heads);
-    for (int64_t task = others.begin; task < others.end; ++task) {
-      turn_head(layer, singles + task / heads, task % heads);
-    }
+    for_heads(singles, step_.tokens,
+              [&](int64_t token, int64_t head, int64_t count) { rotate_heads(layer, token, head, count); });
     team_.wait();  // queries see keys that other threads have written
-    for (int64_t task = single.begin; task < single.end; ++task) attend_one(layer, task / heads, task % heads);
+    for_heads(0, singles,
+              [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
 #ifdef __AMX_BF16__
     if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, tasks_ + index);
 #endif
-    for (int64_t task = team_.thread; task < (step_.tokens - singles) * heads; task += team_.threads) {
-      attend_one(layer, singles + task / heads, task % heads);
-    }
+    for_heads(singles, step_.tokens,
+              [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
   }
 
 #ifdef __AMX_BF16__
@@ -293,7 +184,7 @@ class Pass {
       const int64_t token = step_.span_starts[span] + piece * kTokensAtOnce;
       const int64_t count = std::min(kTokensAtOnce, step_.span_starts[span + 1] - token);
       attend_chunk(qkv(token), heads_.width(), history(layer, token), step_.positions[token], count, layer.window,
-                   task % heads, scale(), space_.attended + token * width, width, scratch_);
+                   task % heads, scale(), input_factor(layer.output), space_.attended + token * width, width, scratch_);
     }
   }
 
@@ -308,8 +199,9 @@ class Pass {
   const Heads heads_;
   const bool tiles_;
   std::atomic<int64_t> *tasks_;  // of each layer: pieces of chunks that were taken
-  Ahead ahead_;
-  Cut cut_;
+  const int64_t heads_at_once_;  // KV heads of a token alone in its row
+  KeyPrefetcher prefetcher_;
+  Arena arena_;
   Workspace space_;
   std::uint8_t *scratch_;
 };
@@ -326,17 +218,18 @@ int64_t asyncllm_features() { return kCompiledForTiles && may_use_tiles() ? 1 : 
 int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 
 int64_t asyncllm_workspace_bytes(const Decoder *model, const Step *step) {
-  Cut cut{nullptr};
-  Workspace space(*model, *step, cut, 0);
-  return static_cast<int64_t>(cut.at - static_cast<std::uint8_t *>(nullptr)) + 8 * model->count + 64;
+  Arena arena{nullptr};
+  Workspace space(*model, *step, arena, 0);
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * model->count + 64;
 }
 
-void asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
-  Cut cut{step->workspace};
-  Workspace space(*model, *step, cut, 0);
-  auto *tasks = reinterpret_cast<std::atomic<int64_t> *>(cut.at);
+// Returns what `run_team` does, as all functions that compute with several threads.
+double asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
+  Arena arena{step->workspace};
+  Workspace space(*model, *step, arena, 0);
+  auto *tasks = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
   for (int64_t i = 0; i < model->count; ++i) tasks[i].store(0, std::memory_order_relaxed);
-  run_team(step->threads, [&](const Team &team) {
+  return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
@@ -362,10 +255,10 @@ int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int6
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
-void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
-                   const float *uniform, int64_t *found, double *ends, int64_t threads) {
+double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
+                     const float *uniform, int64_t *found, double *ends, int64_t threads) {
   const int64_t tiles = vocabulary / kDrawTile + 1;
-  run_team(threads, [&](const Team &team) {
+  return run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       found[row] =
@@ -375,14 +268,14 @@ void asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const 
 }
 
 // out [rows, outputs] in bfloat16 or float32 = x Wᵀ + b, of x [rows, inputs] in bfloat16 or of its norm.
-void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, double eps, int64_t rows, void *out,
-                      int64_t to_float, std::uint8_t *workspace, int64_t threads, int64_t tiles) {
+double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, double eps, int64_t rows, void *out,
+                        int64_t to_float, std::uint8_t *workspace, int64_t threads, int64_t tiles) {
   const int64_t inputs = matrix->inputs, width = matrix->outputs / (matrix->activation == kNone ? 1 : 2);
   const Form form = form_of(*matrix, rows, tiles);
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
-  const Sink sink{to_float ? Sink::kStoreFloat : Sink::kStore, out, width};
-  run_team(threads, [&](const Team &team) {
+  const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
+  return run_team(threads, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
@@ -397,10 +290,10 @@ void asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, dou
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, sink, true, scratch, [] {});
+      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [] {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, sink, false, scratch, [] {});
+    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [] {});
   });
 }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cpuid.h>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -72,6 +73,16 @@ inline __m512 activate(__m512 x, std::int64_t kind) {
   return _mm512_load_ps(lanes);
 }
 
+// For a permutation of 32 words: of the lower and of the upper half in turn.
+inline __m512i in_turn_of_halves() {
+  alignas(64) std::uint16_t order[32];
+  for (int i = 0; i < 16; ++i) {
+    order[2 * i] = static_cast<std::uint16_t>(i);
+    order[2 * i + 1] = static_cast<std::uint16_t>(16 + i);
+  }
+  return _mm512_load_si512(order);
+}
+
 // Rows of 16 dwords to columns.
 inline void transpose(__m512i rows[16]) {
   __m512i t[16];
@@ -138,8 +149,11 @@ class Tiles {
   Tiles(const Tiles &) = delete;
 };
 
-// Linux gives the tiles' registers to a process that asks.
+// Linux gives the tiles' registers to a process that asks. Every processor that has them has arithmetic in float16 too,
+// unless a virtual machine hides it.
 inline bool may_use_tiles() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & 1u << 23 /* AVX512-FP16 */)) return false;
   static const bool permitted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   return permitted;
 }

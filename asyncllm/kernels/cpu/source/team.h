@@ -1,6 +1,7 @@
 // Threads of a kernel: the team of the OpenMP runtime that torch has loaded, so that no second one competes with it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <immintrin.h>
@@ -16,9 +17,13 @@ namespace asyncllm {
 
 using std::int64_t;
 
-// Waits for all threads of a team. They spin, since a kernel's phases take microseconds, and yield where that is long.
+// Waits for all threads of a team. They spin, since a kernel's phases take microseconds, and yield where that is long:
+// one of them does not run then, because others use its processor.
 class Barrier {
  public:
+  // Ticks of the processor's clock that threads have waited beyond the spinning, all together.
+  std::uint64_t stalled() const { return stalled_.load(std::memory_order_relaxed); }
+
   void wait(int64_t threads) {
     if (threads == 1) return;
     const unsigned now = generation_.load(std::memory_order_acquire);
@@ -27,19 +32,20 @@ class Barrier {
       generation_.store(now + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; generation_.load(std::memory_order_acquire) == now; ++spins) {
-      if (spins < kSpins) {
-        _mm_pause();
-      } else {
-        sched_yield();
-      }
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (generation_.load(std::memory_order_acquire) != now) return;
+      _mm_pause();
     }
+    const std::uint64_t start = __rdtsc();
+    while (generation_.load(std::memory_order_acquire) == now) sched_yield();
+    stalled_.fetch_add(__rdtsc() - start, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int kSpins = 4000;
+  static constexpr int kSpins = 1000;  // some 50 microseconds
   alignas(64) std::atomic<int64_t> arrived_{0};
   alignas(64) std::atomic<unsigned> generation_{0};
+  std::atomic<std::uint64_t> stalled_{0};
 };
 
 struct Range {
@@ -57,23 +63,29 @@ struct Team {
   Range share(int64_t count) const { return {count * thread / threads, count * (thread + 1) / threads}; }
 };
 
-// Calls `function(team)` on each thread of a team of at most `threads`.
+// Calls `function(team)` on each thread of a team of at most `threads`. Returns how much of the time the others have
+// waited for a thread that did not run: from 0 to 1.
 template <class Function>
-void run_team(int64_t threads, Function &&function) {
+double run_team(int64_t threads, Function &&function) {
   struct Call {
     Function *function;
     Barrier barrier;
   } call{&function, {}};
   if (threads <= 1) {
     function(Team{0, 1, &call.barrier});
-    return;
+    return 0.0;
   }
+  const std::uint64_t start = __rdtsc();
   GOMP_parallel(
       [](void *data) {
         Call &call = *static_cast<Call *>(data);
-        (*call.function)(Team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier});
+        const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier};
+        (*call.function)(team);
+        team.wait();
       },
       &call, static_cast<unsigned>(threads), 0);
+  const auto others = static_cast<double>(threads - 1), ticks = static_cast<double>(__rdtsc() - start);
+  return std::min(1.0, static_cast<double>(call.barrier.stalled()) / (others * ticks));
 }
 
 }  // namespace asyncllm

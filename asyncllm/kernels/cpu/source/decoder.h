@@ -1,0 +1,102 @@
+// A decoder's layers, the tokens of a step, and the memory that the step needs.
+#pragma once
+
+#include "chunk_attention.h"
+#include "product.h"
+#include "token_attention.h"
+
+namespace asyncllm {
+
+// The structures are those of kernels/cpu/decoder.py, field by field.
+struct Layer {
+  const bf16 *attention_norm, *mlp_norm;
+  const bf16 *query_norm, *key_norm;  // null: none
+  Matrix qkv, output, gate_up, down;
+  bf16 *cache;
+  int64_t group;   // whose block tables it uses
+  int64_t window;  // keys that a query sees; very large: all
+  double eps;
+};
+
+struct Decoder {
+  const Layer *layers;
+  int64_t count, hidden, queries, keys, dim, block_size;
+
+  Heads heads() const { return {queries, keys, dim}; }
+};
+
+struct Step {
+  int64_t tokens, singles;     // the first `singles` tokens are alone in their rows
+  int64_t spans;               // chunks of neighbours: all other tokens
+  const int64_t *span_starts;  // [spans + 1]
+  const int64_t *rows, *positions;
+  const int64_t *const *tables;  // of each cache group: [rows, table_width]
+  int64_t table_width;
+  int64_t longest;            // keys of the row that has most
+  int64_t reads_new;          // 1: tokens may see keys that this step writes for other rows
+  const bf16 *cosine, *sine;  // [tokens, dim]
+  bf16 *residual;             // [tokens, hidden], overwritten
+  std::uint8_t *workspace;
+  int64_t threads;
+};
+
+// Gives aligned pieces of a workspace, one behind the other.
+struct Arena {
+  std::uint8_t *at;
+  template <class T = std::uint8_t>
+  T *take(int64_t bytes) {
+    auto *piece = reinterpret_cast<T *>(at);
+    at += (bytes + 63) / 64 * 64;
+    return piece;
+  }
+};
+
+// What the threads share, and what each has for itself.
+struct Workspace {
+  float *residual;
+  std::uint8_t *input;  // of a product, in its form
+  bf16 *qkv, *attended, *inner;
+  std::uint8_t *own;
+
+  Workspace(const Decoder &model, const Step &step, Arena &arena, int64_t thread) {
+    const Layer &layer = model.layers[0];
+    const int64_t padded = (step.tokens + 31) / 32 * 32, widest = widest_input(model);
+    residual = arena.take<float>(4 * padded * model.hidden);
+    input = arena.take(padded * integer_row_bytes(widest));
+    qkv = arena.take<bf16>(2 * padded * layer.qkv.outputs);
+    attended = arena.take<bf16>(2 * padded * layer.output.inputs);
+    inner = arena.take<bf16>(2 * padded * layer.down.inputs);
+    own = arena.at + thread * own_bytes(model, step);
+    arena.at += step.threads * own_bytes(model, step);
+  }
+
+  static int64_t widest_input(const Decoder &model) {
+    const Layer &layer = model.layers[0];
+    return std::max({model.hidden, layer.output.inputs, layer.down.inputs});
+  }
+
+  // A thread's: a product's input of few rows, what a product or an attention needs. All layers have one shape.
+  static int64_t own_bytes(const Decoder &model, const Step &step) {
+    const int64_t scores = 4 * kHeadsAtOnce * (step.longest + 32);
+    const int64_t work =
+        std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads()),
+                  token_scratch_bytes(model.heads())});
+    return (few_bytes(model) + work + 4095) / 4096 * 4096;
+  }
+
+  static int64_t few_bytes(const Decoder &model) {
+    return (kFewRows * integer_row_bytes(widest_input(model)) + 63) / 64 * 64;
+  }
+};
+
+inline History history_of(const Decoder &model, const Step &step, const Layer &layer, int64_t token, int64_t asked) {
+  const int64_t *table = step.tables[layer.group] + step.rows[token] * step.table_width;
+  return {layer.cache, table, model.block_size, model.heads(), asked};
+}
+
+// The first key that a token sees.
+inline int64_t first_key(const Layer &layer, int64_t position) {
+  return std::max<int64_t>(0, position - layer.window + 1);
+}
+
+}  // namespace asyncllm

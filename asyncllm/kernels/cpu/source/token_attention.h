@@ -1,0 +1,191 @@
+// Attention of tokens that are alone in their rows, with scores by the processor's matrix unit (AMX).
+//
+// The queries of several KV heads are the columns of a tile: a vector has the scores of all of them for one key, so that
+// no maximum or sum goes across lanes. Values are added up by vectors, in float32: a tile would have too few queries.
+#pragma once
+
+#include "attention.h"
+
+namespace asyncllm {
+
+#ifdef __AMX_BF16__
+
+constexpr int64_t kScoresAtOnce = 256;  // keys whose scores are held
+
+// Those KV heads are attended together whose queries fit into the 16 columns of a tile; none where those of one do not.
+inline int64_t heads_at_once(const Heads &heads) { return std::min(heads.keys, 16 / heads.group()); }
+
+inline int64_t token_scratch_bytes(const Heads &heads) {
+  const int64_t queries = 16 * heads.dim;  // tiles of queries, sums of values; scores
+  return 2 * queries * heads_at_once(heads) + 4 * queries + kScoresAtOnce * 64;
+}
+
+// Queries [count · group, dim] of `count` KV heads as tiles of 16 pairs of dimensions by 16 queries: for each head those
+// of its own, with zeros for the others', so that the products of all heads' keys add up to the scores of all.
+inline void put_queries(const bf16 *queries, const Heads &heads, int64_t count, std::uint8_t *tiles) {
+  for (int64_t head = 0; head < count; ++head) {
+    for (int64_t part = 0; part < heads.dim; part += 32, tiles += kTileBytes) {
+      __m512i rows[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        const bool own = i / heads.group() == head;
+        rows[i] = own ? _mm512_loadu_si512(queries + i * heads.dim + part) : _mm512_setzero_si512();
+      }
+      transpose(rows);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(tiles + 64 * i, rows[i]);
+    }
+  }
+}
+
+// Scores [64, 16] of the keys from `start` on, of `count` KV heads from `head` on; of keys after `last` by 16 they are
+// left as they are.
+inline void score_heads(const History &history, int64_t start, int64_t last, int64_t head, int64_t count,
+                        const std::uint8_t *queries, float *scores) {
+  const int64_t dim = history.heads.dim, stride = 2 * history.line_size();
+  const int64_t blocks = std::min<int64_t>(4, (last - start) / 16 + 1);
+  const bf16 *keys[4];
+  for (int64_t i = 0; i < 4; ++i) keys[i] = history.key(start + 16 * std::min(i, blocks - 1), head);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < count * dim; i += 32, queries += kTileBytes) {  // heads lie beside each other
+    _tile_loadd(6, queries, 64);
+    _tile_loadd(4, keys[0] + i, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (blocks > 1) {
+      _tile_loadd(5, keys[1] + i, stride);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if (blocks > 2) {
+      _tile_loadd(4, keys[2] + i, stride);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, keys[3] + i, stride);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+  }
+  _tile_stored(0, scores, 64);
+  if (blocks > 1) _tile_stored(1, scores + 256, 64);
+  if (blocks > 2) {
+    _tile_stored(2, scores + 512, 64);
+    _tile_stored(3, scores + 768, 64);
+  }
+}
+
+// Scores [count, 16] of keys that all queries see become weights. `most` and `sum`
+// [16] go on. Returns what sums of values so far are to be multiplied by.
+inline __m512 weigh_scores(int64_t count, float scale, float *scores, float *most, float *sum) {
+  const __m512 factor = _mm512_set1_ps(scale * kLog2E), before = _mm512_load_ps(most);
+  __m512 highest = _mm512_load_ps(scores);
+  for (int64_t key = 1; key < count; ++key) highest = _mm512_max_ps(highest, _mm512_load_ps(scores + 16 * key));
+  const __m512 largest = _mm512_max_ps(before, _mm512_mul_ps(highest, factor));
+  __m512 added = _mm512_setzero_ps();
+  for (int64_t key = 0; key < count; ++key) {
+    const __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + 16 * key), factor, largest));
+    _mm512_store_ps(scores + 16 * key, weight);
+    added = _mm512_add_ps(added, weight);
+  }
+  const __m512 shrink = exp2(_mm512_sub_ps(before, largest));
+  _mm512_store_ps(most, largest);
+  _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink, added));
+  return shrink;
+}
+
+// Sums [H, dim] of the values of keys `first` to `last` of one KV head by the weights [keys, 16] of H queries; times
+// `shrinks` they go on where `goes_on`. Of 32 dimensions the first vector has those with even numbers.
+template <int Vectors, int H>
+inline void add_values(const History &history, int64_t first, int64_t last, int64_t head, const float *weights,
+                       const float *shrinks, bool goes_on, float *sums_so_far) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  __m512 sums[H][Vectors];
+#pragma GCC unroll 4
+  for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Vectors; ++i) {
+      const float *at = sums_so_far + (h * Vectors + i) * kLanes;
+      sums[h][i] = goes_on ? _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(shrinks[h])) : _mm512_setzero_ps();
+    }
+  }
+  for (int64_t key = first; key <= last; ++key, weights += 16) {
+    const bf16 *value = history.value(key, head);
+#pragma GCC unroll 8
+    for (int i = 0; i < Vectors; i += 2) {
+      const __m512i both = _mm512_loadu_si512(value + kLanes * i);
+      const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+      const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) {
+        sums[h][i] = _mm512_fmadd_ps(even, _mm512_set1_ps(weights[h]), sums[h][i]);
+        sums[h][i + 1] = _mm512_fmadd_ps(odd, _mm512_set1_ps(weights[h]), sums[h][i + 1]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Vectors; ++i) _mm512_store_ps(sums_so_far + (h * Vectors + i) * kLanes, sums[h][i]);
+  }
+}
+
+// The same for all queries of the KV head, `Most` at once.
+template <int Vectors, int Most>
+inline void add_values_of_head(const History &history, int64_t first, int64_t last, int64_t head, const float *weights,
+                               const float *shrinks, bool goes_on, float *sums) {
+  constexpr int64_t kDim = Vectors * kLanes;
+  const int64_t group = history.heads.group();
+  int64_t done = 0;
+  for (; done + Most <= group; done += Most)
+    add_values<Vectors, Most>(history, first, last, head, weights + done, shrinks + done, goes_on, sums + done * kDim);
+  for (; done < group; ++done)
+    add_values<Vectors, 1>(history, first, last, head, weights + done, shrinks + done, goes_on, sums + done * kDim);
+}
+
+// All queries of `count` KV heads, from `head` on, of one token, over keys `first` to `last`, its own position; they and
+// `out` are those of the first of these heads. Sums are multiplied by `factor`. `scratch` has `token_scratch_bytes`.
+inline void attend_heads_by_tiles(const bf16 *queries, const History &history, int64_t first, int64_t last,
+                                  int64_t head, int64_t count, float scale, float factor, bf16 *out,
+                                  std::uint8_t *scratch) {
+  const Heads &heads = history.heads;
+  const int64_t dim = heads.dim, group = heads.group();
+  const auto add = dim == 32    ? add_values_of_head<2, 4>
+                   : dim == 64  ? add_values_of_head<4, 3>
+                   : dim == 96  ? add_values_of_head<6, 2>
+                   : dim == 128 ? add_values_of_head<8, 2>
+                                : add_values_of_head<16, 1>;
+  std::uint8_t *query_tiles = scratch;
+  auto *sums = reinterpret_cast<float *>(query_tiles + count * 32 * dim);
+  auto *scores = sums + count * group * dim;
+  alignas(64) float most[16], shares[16], shrinks[16];
+  std::fill(most, most + 16, -std::numeric_limits<float>::infinity());
+  std::fill(shares, shares + 16, 0.0f);
+  put_queries(queries, heads, count, query_tiles);
+  const int64_t begin = first / 16 * 16;
+  for (int64_t start = begin; start <= last; start += kScoresAtOnce) {
+    const int64_t from = std::max(first, start), to = std::min(last, start + kScoresAtOnce - 1);
+    for (int64_t key = start; key <= to; key += 64) {
+      const int64_t ahead = key + kKeysAhead;
+      if (head == 0 && ahead - first >= history.asked) prefetch_keys(history, ahead, std::min(ahead + 63, last));
+      score_heads(history, key, last, head, count, query_tiles, scores + 16 * (key - start));
+    }
+    float *weights = scores + 16 * (from - start);
+    _mm512_store_ps(shrinks, weigh_scores(to - from + 1, scale, weights, most, shares));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t query = i * group;
+      add(history, from, to, head + i, weights + query, shrinks + query, start > begin, sums + query * dim);
+    }
+  }
+  const __m512i in_turn = in_turn_of_halves();
+  for (int64_t query = 0; query < count * group; ++query) {
+    const __m512 share = _mm512_set1_ps(factor / shares[query]);
+    for (int64_t d = 0; d < dim; d += 32, sums += 32, out += 32) {
+      const __m512 even = _mm512_mul_ps(_mm512_load_ps(sums), share);
+      const __m512 odd = _mm512_mul_ps(_mm512_load_ps(sums + 16), share);
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+      _mm512_storeu_si512(out, _mm512_permutexvar_epi16(in_turn, both));
+    }
+  }
+}
+#else
+inline int64_t token_scratch_bytes(const Heads &) { return 0; }
+#endif
+
+}  // namespace asyncllm
