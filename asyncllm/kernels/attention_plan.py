@@ -74,6 +74,7 @@ class Tiling:
     descriptors: bool  # read whole blocks of keys through tensor descriptors; then block_size % keys == 0
     whole_blocks: int = 0  # a tile of no more blocks than this is not split
     shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
+    shared_least: int | None = None  # in place of `least_blocks`, of a shared tile's parts
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
     many: Tiling | None = None  # of the small tiling: in its place in steps of many tokens; it has as many rows
@@ -205,12 +206,20 @@ def default_tilings(
         shared_rows=32,
         shared_stages=1 if exact else 2,
     )
-    if small.descriptors and rows == 16 and dim == 128 and dtype.itemsize == 2:
+    if small.descriptors and rows == 16 and dim == 128 and not exact:
         # Eight programs of one warp on each multiprocessor: all of 128 rows' tiles run at once, where three of two
-        # warps would begin, wait for their first keys and end in step, three times.
-        small = replace(
-            small, many=replace(small, keys=32, warps=1, stages=2, least_blocks=640 // 32, whole_blocks=320 // 32)
+        # warps would begin, wait for their first keys and end in step, three times. Each has 16 kB on the way. As all
+        # go at one pace, shared parts are short, to end first: then each row merges its own.
+        many = replace(
+            small,
+            keys=32,
+            warps=1,
+            stages=2 if dtype.itemsize == 2 else 3,
+            least_blocks=640 // 32,
+            whole_blocks=320 // 32,
+            shared_least=320 // 32,
         )
+        small = replace(small, many=many)
     keys = 32 if exact else 64
     large = Tiling(
         rows=32 if exact else 64,
@@ -455,6 +464,7 @@ def _plan_kernel(
     SMALL_KEYS: tl.constexpr,
     SMALL_SHARE: tl.constexpr,
     SMALL_LEAST: tl.constexpr,
+    SHARED_LEAST: tl.constexpr,
     SMALL_WHOLE: tl.constexpr,
     SMALL_WAVES: tl.constexpr,
     LARGE_ROWS: tl.constexpr,
@@ -480,13 +490,13 @@ def _plan_kernel(
     if SMALL_ROWS:
         _plan_list(
             small_units, totals, prefixes, members, rows, me, others, starts, tl.where(is_small, packed, 0), contexts,
-            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SMALL_WHOLE, SMALL_WAVES,
-            MATES, True, SEQUENCES, FIELDS, MEMBER_FIELDS,
+            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SHARED_LEAST, SMALL_WHOLE,
+            SMALL_WAVES, MATES, True, SEQUENCES, FIELDS, MEMBER_FIELDS,
         )  # fmt: skip
     _plan_list(
         large_units, totals + 1, prefixes, members, rows, me, others, starts, tl.where(is_small, 0, packed), contexts,
-        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, 0, 0, False, SEQUENCES,
-        FIELDS, MEMBER_FIELDS,
+        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, LARGE_LEAST, 0, 0, 0, False,
+        SEQUENCES, FIELDS, MEMBER_FIELDS,
     )  # fmt: skip
 
 
@@ -509,6 +519,7 @@ def _plan_list(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
     LEAST: tl.constexpr,
+    SHARED_LEAST: tl.constexpr,
     WHOLE: tl.constexpr,
     WAVES: tl.constexpr,
     MATES: tl.constexpr,
@@ -534,7 +545,7 @@ def _plan_list(
     # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, more of
     # them finer: a long part would still run when the others are done. Small ones: see `Tiling.room`.
     num_tiles = tl.sum(tiles + shared_tiles, axis=0)
-    least = LEAST
+    least, shared_least = LEAST, SHARED_LEAST
     whole = 0
     if SMALL:
         few = num_tiles <= 2
@@ -543,17 +554,21 @@ def _plan_list(
         target = tl.maximum(target, tl.maximum(num_tiles + 2 * SHARE, 3 * SHARE))
         share = tl.where(few, 2 * SHARE, tl.maximum(tl.minimum(target, room) - num_tiles, 1))
         least = tl.where(num_tiles > SHARE, LEAST, 1)
+        shared_least = tl.where(num_tiles > SHARE, SHARED_LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:
         share = tl.where(num_tiles > SHARE, 3 * SHARE, SHARE)
-    most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), least)
-    # With W = sum of tiles · blocks, most >= W / share: so the parts are at most `share` more than the tiles, and those
+    even = tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share)
+    most = tl.maximum(even, least)
+    shared_most = tl.maximum(even, shared_least)
+    # With W = sum of tiles · blocks, both >= W / share: so the parts are at most `share` more than the tiles, and those
     # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.
     up: tl.constexpr = 3 if SMALL else 2  # quarters
     splits = tl.where(blocks > whole, tl.maximum((4 * blocks + up * most) // (4 * most), 1), 1)
     splits = tl.where(packed > 0, splits, 0)
     counts = tiles * splits
-    shared_splits = tl.where(shared > 0, tl.maximum((4 * shared + up * most) // (4 * most), 1), 0)
+    shared_splits = tl.maximum((4 * shared + up * shared_most) // (4 * shared_most), 1)
+    shared_splits = tl.where(shared > 0, shared_splits, 0)
     shared_counts = shared_tiles * shared_splits
     num_shared = tl.sum(shared_counts, axis=0)
     if me == 0:
@@ -703,6 +718,7 @@ def plan_attention(
         SMALL_KEYS=small.keys,
         SMALL_SHARE=small.share,
         SMALL_LEAST=small.least_blocks,
+        SHARED_LEAST=small.least_blocks if small.shared_least is None else small.shared_least,
         SMALL_WHOLE=small.whole_blocks,
         SMALL_WAVES=_WAVES,
         LARGE_ROWS=large.rows,

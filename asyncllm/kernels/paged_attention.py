@@ -526,8 +526,9 @@ def _merge(
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         decay = tl.exp2(top - shift)
         factors = tl.exp2(tops - shift[None, :])
-        weight = weight * decay + tl.sum(weights * factors, axis=0)
-        summed = summed * decay[:, None] + tl.sum(sums * factors[:, :, None], axis=0)
+        # products rounded before they are added up: the compiler would fuse some, others in another place of the tile
+        weight = tl.fma(weight, decay, tl.sum(tl.fma(weights, factors, 0.0), axis=0))
+        summed = tl.fma(summed, decay[:, None], tl.sum(tl.fma(sums, factors[:, :, None], 0.0), axis=0))
         top = new_top
     _finish(
         output, summed, top, weight, sinks, row, row_end, start, head, KV_HEADS, GROUP, DIM, DIM_PAD, SINKS

@@ -147,8 +147,8 @@ FAULTS = [
     ("tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), KEYS)", "tl.maximum(last_position - WINDOW, 0) // KEYS"),
     ("known = (parts < splits[None, :] + shared_parts)", "known = (parts < splits[None, :] - 1)"),
     ("arrived == splits + shared_parts - 1", "arrived == splits + shared_parts"),
-    ("tl.sum(weights * factors, axis=0)", "tl.sum(weights, axis=0)"),
-    ("weight = weight * decay + tl.sum(w", "weight += tl.sum(w"),
+    ("tl.fma(weights, factors, 0.0)", "weights"),
+    ("tl.fma(weight, decay, tl.sum(", "tl.fma(weight, 1.0, tl.sum("),
     ("block_end = tl.cdiv(before + last_row // GROUP + 1, KEYS)", "block_end = tl.cdiv(before + 1, KEYS)"),
     ("block_start + part * size", "block_start + part * (size + 1)"),
     ("before = my_context - my_packed // GROUP", "before = my_context - my_packed // GROUP - 1"),
@@ -198,9 +198,17 @@ CROWDED = Case(
     sinks=True,
 )
 BACKWARDS = replace(CROWDED, backwards=True)
+# short prefixes of long sequences: the programs of their own keys end last, on a GPU too, and merge
+TAILED = replace(
+    SHARING,
+    sequences=tuple((900 + 20 * i, 1) for i in range(4)),
+    prefixes=(Prefix((0, 1, 2, 3), 2),),
+)
 
 
-@pytest.mark.parametrize("case", [SHARING, CROWDED, BACKWARDS], ids=["sharing", "crowded", "backwards"])
+@pytest.mark.parametrize(
+    "case", [SHARING, CROWDED, BACKWARDS, TAILED], ids=["sharing", "crowded", "backwards", "tailed"]
+)
 def test_common_prefixes_are_attended_once(case: Case, device: torch.device) -> None:
     check(case, device, torch.float32)
 
@@ -278,6 +286,51 @@ def test_what_is_shared(device: torch.device) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_plan_stays_in_its_memory(seed: int, device: torch.device) -> None:
+    """With the tilings of an H200: all of each sequence's blocks, once, and a line of its own for every part."""
+    generator = torch.Generator().manual_seed(seed)
+    count, blocks, group = [12, 64, 100, 64][seed], 40, [1, 4, 2, 16][seed]
+    shape = attention_plan.AttentionShape(8 * group, 8, 128, 64, None)
+    both = attention_plan.default_tilings(shape, torch.float16, multiprocessors=132, descriptors=True)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=count, max_sequences=count, tilings=both
+    )
+    lengths = torch.randint(1, 64 * blocks, (count,), generator=generator)
+    table = torch.arange(1, count * blocks + 1).view(count, blocks)
+    half = count // 2
+    table[:half, :23] = table[0, :23]
+    table[half:, :5] = table[half, :5]
+    lengths[:3] = lengths[half : half + 3] = 64 * blocks - 1
+    starts, lengths, rows, table = (
+        x.to(device, torch.int32) for x in (torch.arange(count + 1), lengths, torch.arange(count), table)
+    )
+    sequences = attention_plan.Sequences(starts, lengths, rows, torch.full_like(rows[:1], count))
+    attention_plan.plan_attention(plan, sequences, tokens=count, block_table=table)
+    keys = plan.small_of(count).keys
+    assert int(plan.totals[0]) <= plan.units(plan.small_of(count), count) <= len(plan.small_units)
+    seen: list[set[int]] = [set() for _ in range(count)]
+    lines: list[int] = []
+    for unit in plan.small_units[: int(plan.totals[0])].tolist():
+        part, height = set(range(unit[5], unit[6])), unit[2]
+        whose = [unit[1]]
+        if unit[15]:
+            whose = [member[3] for member in plan.members[unit[1] : unit[1] + height // group].tolist()]
+            first = unit[12] + unit[9] * height
+        else:
+            first = unit[8] + unit[9] * unit[10]
+        if unit[15] or unit[7] + unit[11] > 1:
+            lines += range(first, first + height)
+        for sequence in whose:
+            assert not seen[sequence] & part
+            seen[sequence] |= part
+    assert [len(each) for each in seen] == [-(-length // keys) for length in lengths.tolist()]
+    assert any(unit[15] for unit in plan.small_units[: int(plan.totals[0])].tolist())
+    assert len(set(lines)) == len(lines)
+    assert (max(lines) + 1) * shape.kv_heads * 128 <= len(plan.partial)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_random_prefixes(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(100 + seed)
@@ -326,6 +379,8 @@ def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Pa
     case = SHARING
     if any(word in right for word in ("is_last", "+ line, packed", "mate[None", "mask=ready")):
         case = BACKWARDS
+    elif "mate * GROUP" in right:
+        case = TAILED
     elif "tile_" in right or "splits" in right:
         case = CROWDED
     check_fault(right, wrong, case, tmp_path, device)
