@@ -146,9 +146,9 @@ inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / k
 
 // Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait
 // for the stores.
-template <Sums Kind>
+template <Sums Kind, class Between>
 inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second,
-                          const Output &output, std::uint8_t *scratch) {
+                          const Output &output, std::uint8_t *scratch, Between &&between) {
   constexpr int64_t kBehind = 2, kRoom = 4;  // groups
   const int64_t groups = w.groups();
   const std::uint8_t *left[kRoom], *right[kRoom];
@@ -158,6 +158,7 @@ inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t 
       std::uint8_t *room = scratch + group % kRoom * 2 * kTileBytes;
       left[group % kRoom] = tile_of(w, block, group, room);
       right[group % kRoom] = tile_of(w, second, group, room + kTileBytes);
+      between(2);
     }
     const int64_t ready = group - kBehind;
     if (ready >= 0) multiply_tiles<Kind>(x, 0, ready, left[ready % kRoom], right[ready % kRoom]);
@@ -201,13 +202,14 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
     const int64_t last = std::min(first + at_once, rows);
     for (int64_t unit = range.begin; unit < range.end; ++unit) {
       const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
-      between();
-      if (rows > 32)
+      if (rows > 32) {
+        between(2 * w.groups());
         multiply_strip(w, x, first, last, block, second, output, scratch);
-      else if (rows > 16)
-        multiply_once<Sums::kOfHalfTheRows>(w, x, rows, block, second, output, scratch);
-      else
-        multiply_once<Sums::kOfHalfTheGroups>(w, x, rows, block, second, output, scratch);
+      } else if (rows > 16) {
+        multiply_once<Sums::kOfHalfTheRows>(w, x, rows, block, second, output, scratch, between);
+      } else {
+        multiply_once<Sums::kOfHalfTheGroups>(w, x, rows, block, second, output, scratch, between);
+      }
     }
   }
 }
