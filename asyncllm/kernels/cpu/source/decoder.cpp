@@ -1,6 +1,7 @@
 // What Python calls: a product alone, and all layers of a decoder in one call (kernels/cpu/decoder.py).
 #include "draw.h"
 #include "key_prefetcher.h"
+#include "philox.h"
 
 namespace asyncllm {
 
@@ -253,6 +254,17 @@ int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int6
     std::memcpy(out + row * bytes, table + lines[row] * bytes, bytes);
   }
   return 1;
+}
+
+// Numbers of (0, 1]; see kernels/cpu/draw.py.
+void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, const std::uint64_t *choice,
+                      std::uint64_t stream, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto low = [](std::uint64_t value) { return static_cast<std::uint32_t>(value); };
+    const std::uint32_t word = philox(low(position[i]), low(position[i] >> 32), low(choice[i]), low(stream),
+                                      low(seed[i]), low(seed[i] >> 32));
+    out[i] = (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;
+  }
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
