@@ -88,7 +88,7 @@ def _draw_rows(
     if rows.rare or ((rows.top_k[drawn] > 0) | (rows.top_p[drawn] < 1) | (rows.min_p[drawn] > 0)).any():
         logits, temperature = _filtered(logits, rows, drawn), torch.ones_like(temperature)
     seed, position, choice = rows.seed.view(np.int64)[drawn], rows.position[drawn], rows.choice[drawn]
-    uniform = draw_uniform(library, *(torch.from_numpy(each) for each in (seed, position, choice)))
+    uniform = draw_uniform(library, torch.from_numpy(seed), torch.from_numpy(position), torch.from_numpy(choice))
     token_ids: NDArray[np.int64] = draw_tokens(library, logits, temperature, uniform).numpy()
     return token_ids
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.kernels.cpu.build import Library
 from asyncllm.engine.execution.philox import uniform_draws
+from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.draw import draw_reference, draw_tokens, draw_uniform, uniform_reference
 
 
