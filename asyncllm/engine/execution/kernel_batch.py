@@ -43,7 +43,7 @@ class KernelBatchBuilder:
             token_ids=torch.from_numpy(tokens.ids),
             positions=positions,
             lengths=lengths,
-            sampled=torch.from_numpy(tokens.sampled),
+            sampled=_places(tokens),
             attention=(),
             cache=(),
             layers=KernelBatch(
@@ -61,6 +61,14 @@ class KernelBatchBuilder:
                 caches=self._caches,
             ),
         )
+
+
+def _places(tokens: StepTokens) -> Tensor | None:
+    """Where the tokens are whose logits are needed; None where these are all of them, in their order."""
+    sampled = tokens.sampled
+    if len(sampled) == len(tokens.ids) and (sampled[1:] > sampled[:-1]).all():
+        return None
+    return torch.from_numpy(sampled)
 
 
 def make_batch_builder(model: Llama, layout: CacheLayout, cache: Tensor) -> Builder:

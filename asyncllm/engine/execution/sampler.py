@@ -20,7 +20,7 @@ from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_log
 from asyncllm.engine.execution.philox import uniform_draws
 from asyncllm.engine.plan import NO_TOKEN, Float32Array, RowBias, RowLogits, RowSampling
 from asyncllm.kernels.cpu.build import Library
-from asyncllm.kernels.cpu.draw import draw_tokens
+from asyncllm.kernels.cpu.draw import draw_tokens, draw_uniform
 
 _SORTED = 4096
 """top_p sorts vocabularies up to this size."""
@@ -104,7 +104,8 @@ def _draw_rows(
     temperature = torch.from_numpy(rows.temperature[drawn])
     if rows.rare or ((rows.top_k[drawn] > 0) | (rows.top_p[drawn] < 1) | (rows.min_p[drawn] > 0)).any():
         logits, temperature = _filtered(logits, rows, drawn), torch.ones_like(temperature)
-    uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
+    seed, position, choice = rows.seed.view(np.int64)[drawn], rows.position[drawn], rows.choice[drawn]
+    uniform = draw_uniform(library, torch.from_numpy(seed), torch.from_numpy(position), torch.from_numpy(choice))
     token_ids: NDArray[np.int64] = draw_tokens(library, logits, temperature, uniform).numpy()
     return token_ids
 

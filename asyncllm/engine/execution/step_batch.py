@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import Int64Array, RowState
-from asyncllm.engine.plan import NULL_BLOCK, Chunk, StepPlan
+from asyncllm.engine.plan import NULL_BLOCK, Chunk, Int32Array, StepPlan
 from asyncllm.layers.attention import (
     AttentionBatch,
     Bucket,
@@ -52,6 +52,8 @@ class StepTokens:
 
 def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     """The tokens that the plan computes."""
+    if not plan.chunks and plan.late is None:
+        return _lay_out_decoding(plan.decode_rows, rows)
     lone = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
     spans = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
     spans.sort(key=lambda chunk: len(chunk.token_ids) if chunk.start == 0 else sys.maxsize)
@@ -86,6 +88,17 @@ def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
         sampled=np.array(sampled, np.int64),
         chunk_firsts=np.array(firsts, np.int64),
     )
+
+
+def _lay_out_decoding(decode: Int32Array, rows: RowState) -> StepTokens:
+    """The same for most steps, which have no chunk, in less time."""
+    positions = rows.position[decode]
+    order = positions.argsort(kind="stable")
+    sampled = np.empty_like(order)
+    sampled[order] = np.arange(len(order))
+    ordered = decode[order].astype(np.int64)
+    ids = rows.last_token[ordered].astype(np.int64)
+    return StepTokens(ids, positions[order], ordered, len(order), (), sampled, np.zeros(0, np.int64))
 
 
 class BatchBuilder:

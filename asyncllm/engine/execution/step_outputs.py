@@ -23,6 +23,8 @@ class StepOutputs:
 def lay_out_outputs(plan: StepPlan) -> StepOutputs:
     """The outputs of this plan."""
     decoding = len(plan.decode_rows)
+    if not plan.chunks and plan.late is None and not plan.forks:
+        return StepOutputs(plan.decode_rows, np.arange(decoding), ())
     rows, places = plan.decode_rows.tolist(), list(range(decoding))
     kept: list[tuple[int, int]] = []
     if plan.late is not None:

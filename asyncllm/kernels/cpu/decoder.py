@@ -70,6 +70,7 @@ class DecoderKernel:
         self._weights = list(layers)  # their memory is what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._windows: Sequence[int | None] = []
         self._addresses: list[int] = []  # of the caches that the structures point to; nothing here holds them
         self._workspace_bytes = library.short.asyncllm_workspace_bytes
         self._decode = library.functions.asyncllm_decode
@@ -88,9 +89,11 @@ class DecoderKernel:
             for struct, weights in zip(layers, self._weights, strict=True):
                 struct.cache = addresses[weights.cache]
             self._addresses = addresses
-        for struct, weights in zip(layers, self._weights, strict=True):
-            window = step.windows[weights.group]
-            struct.window = _NO_WINDOW if window is None else window
+        if step.windows != self._windows:
+            for struct, weights in zip(layers, self._weights, strict=True):
+                window = step.windows[weights.group]
+                struct.window = _NO_WINDOW if window is None else window
+            self._windows = list(step.windows)
         decoder = _DecoderStruct(
             layers,
             len(layers),

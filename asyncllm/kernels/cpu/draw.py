@@ -1,4 +1,4 @@
-"""Draws a token of each row of logits (`source/draw.h`)."""
+"""Draws a token of each row of logits (`source/draw.h`, `source/philox.h`)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,35 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
 
     library.team.run(draw)
     return found
+
+
+def draw_uniform(library: Library, seed: Tensor, position: Tensor, choice: Tensor, stream: int = 0) -> Tensor:
+    """[rows] float32 of (0, 1]: the same for the same seed, position, choice [rows] int64 and stream.
+
+    A seed has 64 bits, of which the sign is one. It does not give up the interpreter.
+    """
+    seed, position, choice = seed.contiguous(), position.contiguous(), choice.contiguous()
+    out = torch.empty(len(seed))
+    library.short.asyncllm_uniform(
+        ctypes.c_void_p(seed.data_ptr()),
+        ctypes.c_void_p(position.data_ptr()),
+        ctypes.c_void_p(choice.data_ptr()),
+        ctypes.c_uint64(stream),
+        ctypes.c_int64(len(seed)),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out
+
+
+def uniform_reference(seed: int, position: int, choice: int, stream: int = 0) -> float:
+    """One number of `draw_uniform`."""
+    low = 2**32 - 1
+    counter, key = [position & low, position >> 32, choice, stream], [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return float(torch.tensor((counter[0] >> 8) + 0.5) * 2.0**-24)
 
 
 def draw_reference(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-_MEMORY = 0.01
+_MEMORY = 0.04
 """Seconds of computing after which the average has forgotten most of what was before."""
+_MOST_WEIGHT = 0.2
+"""Of one call in the average: others may have taken a processor for once."""
 _LIMIT = 0.5
 """A team that loses more of its time than this is no faster than half of it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 3.2
@@ -47,7 +49,7 @@ class TeamSize:
 
     def note(self, lost: float, seconds: float) -> None:
         """A team has lost this share of the time that it took."""
-        weight = 1.0 - math.exp(-seconds / _MEMORY)
+        weight = min(_MOST_WEIGHT, 1.0 - math.exp(-seconds / _MEMORY))
         self._lost += weight * (lost - self._lost)
         if self._lost > _LIMIT:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)

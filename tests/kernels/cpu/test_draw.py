@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from asyncllm.engine.execution.philox import uniform_draws
 from asyncllm.kernels.cpu.build import Library
-from asyncllm.kernels.cpu.draw import draw_reference, draw_tokens
+from asyncllm.kernels.cpu.draw import draw_reference, draw_tokens, draw_uniform, uniform_reference
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 256, 257, 1000, 49152])
@@ -62,3 +64,19 @@ def test_what_no_share_can_be_found_of(compiled: Library, odd: float, place: int
     assert found[0] >= 0
     assert found[1] == -1
     assert draw_reference(logits, torch.ones(2), torch.full((2,), 0.5))[1] == -1
+
+
+def test_uniform_numbers(compiled: Library) -> None:
+    """Equal to the reference, and to what the engine's own generator draws, to the bit."""
+    seed = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
+    position, choice = torch.tensor([0, 7, 2**40 + 3, 5, 1]), torch.tensor([0, 1, 2, 3, 2**31])
+    for stream in (0, 1):
+        found = draw_uniform(compiled, seed, position, choice, stream)
+        expected = [
+            uniform_reference(s & (2**64 - 1), p, c, stream)
+            for s, p, c in zip(seed.tolist(), position.tolist(), choice.tolist(), strict=True)
+        ]
+        assert found.tolist() == expected
+        numbers = seed.numpy().view(np.uint64), position.numpy(), choice.numpy()
+        assert found.tolist() == uniform_draws(*numbers, stream).tolist()
+    assert ((found > 0) & (found <= 1)).all()

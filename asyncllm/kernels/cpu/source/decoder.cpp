@@ -1,6 +1,7 @@
 // What Python calls: a product alone, and all layers of a decoder in one call (kernels/cpu/decoder.py).
 #include "draw.h"
 #include "key_prefetcher.h"
+#include "philox.h"
 
 namespace asyncllm {
 
@@ -27,6 +28,7 @@ class Pass {
       _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
     }
     team_.wait();
+    prefetcher_.start(model_.layers[0]);
     for (int64_t index = 0; index < model_.count; ++index) run_layer(model_.layers[index], index);
     for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) {
       store_bf16(step_.residual + i, _mm512_loadu_ps(space_.residual + i));
@@ -37,9 +39,9 @@ class Pass {
   void run_layer(const Layer &layer, int64_t index) {
     const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
-    prefetcher_.start(layer);
     product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Output::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer, index);
+    if (index + 1 < model_.count) prefetcher_.start(model_.layers[index + 1]);
     team_.wait();
     product(layer.output, plain(layer.output, space_.attended), stream);
     const int64_t inner = layer.gate_up.outputs / 2;
@@ -49,7 +51,7 @@ class Pass {
   }
 
   void product(const Matrix &matrix, const Rows &input, const Output &output) {
-    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, [&] { prefetcher_.ask(); });
+    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, [&](int64_t blocks) { prefetcher_.ask(blocks); });
     team_.wait();
   }
 
@@ -127,7 +129,7 @@ class Pass {
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(model_.dim)); }
 
   // Whether single tokens are attended by the matrix unit.
-  bool by_tiles() const { return tiles_ && model_.block_size % 16 == 0 && heads_.group() <= 16; }
+  bool by_tiles() const { return tiles_ && step_.singles > 1 && model_.block_size % 16 == 0 && heads_.group() <= 16; }
 
   int64_t choose_heads_at_once() const {
 #ifdef __AMX_BF16__
@@ -254,6 +256,17 @@ int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int6
   return 1;
 }
 
+// Numbers of (0, 1]; see kernels/cpu/draw.py.
+void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, const std::uint64_t *choice,
+                      std::uint64_t stream, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto low = [](std::uint64_t value) { return static_cast<std::uint32_t>(value); };
+    const std::uint32_t word = philox(low(position[i]), low(position[i] >> 32), low(choice[i]), low(stream),
+                                      low(seed[i]), low(seed[i] >> 32));
+    out[i] = (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;
+  }
+}
+
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
 double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
                      const float *uniform, int64_t *found, double *ends, int64_t threads) {
@@ -290,10 +303,10 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [] {});
+      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [](int64_t) {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [] {});
+    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [](int64_t) {});
   });
 }
 }

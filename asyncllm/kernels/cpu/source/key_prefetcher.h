@@ -4,8 +4,9 @@
 
 namespace asyncllm {
 
-// What the tokens that are alone in their rows are going to read from a layer's cache. It lies in pieces that no
-// processor foresees; so a thread asks for its part of it little by little, while it computes the product before.
+// What the tokens that are alone in their rows are going to read from the next layer's cache. It lies in pieces that no
+// processor foresees, and takes as long to come as all weights of a layer where contexts are long. So a thread asks for
+// its part of it little by little, while it computes products: all at once would leave them waiting.
 class KeyPrefetcher {
  public:
   // A token's attention is cut into `tasks_of_token` pieces, which follow each other.
@@ -15,11 +16,15 @@ class KeyPrefetcher {
     tokens_ = {tasks.begin / tasks_of_token, (tasks.end + tasks_of_token - 1) / tasks_of_token};
     if (tasks.begin == tasks.end) tokens_.end = tokens_.begin;
     const int64_t count = std::max<int64_t>(1, tokens_.end - tokens_.begin);
-    most_ = kBytes / (4 * model.keys * model.dim) / count;
-    int64_t keys = 0;
+    const int64_t key_bytes = 4 * model.keys * model.dim;
+    most_ = kBytes / key_bytes / count;
+    int64_t keys = 0, blocks = 0;
     for (int64_t token = tokens_.begin; token < tokens_.end; ++token)
       keys += std::min(step.positions[token] + 1, most_);
-    at_once_ = keys * 2 * kFeatures * team.threads / model.layers[0].qkv.outputs + 1;
+    const Layer &layer = model.layers[0];
+    for (const Matrix *matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      blocks += matrix->outputs / kFeatures * matrix->groups();
+    credit_of_block_ = kLine * keys * (key_bytes / kLineBytes) * team.threads / blocks + 1;
     token_ = tokens_.end;
   }
 
@@ -27,39 +32,52 @@ class KeyPrefetcher {
 
   void start(const Layer &layer) {
     layer_ = &layer;
+    credit_ = 0;
     token_ = tokens_.begin;
     begin_token();
   }
 
-  void ask() {
-    for (int64_t left = at_once_; left > 0 && token_ < tokens_.end;) {
-      const int64_t count = std::min(left, last_ - key_ + 1);
-      prefetch_keys(history_of(model_, step_, *layer_, token_, 0), key_, key_ + count - 1);
-      left -= count;
-      key_ += count;
-      if (key_ > last_) {
-        ++token_;
-        begin_token();
-      }
+  // As much as belongs to the time that so many blocks of weights take.
+  void ask(int64_t blocks) {
+    for (credit_ += blocks * credit_of_block_; credit_ >= kLine && token_ < tokens_.end; credit_ -= kLine) {
+      prefetch_next(at_);
+      at_ += kLineBytes;
+      if (at_ == end_) begin_piece();
     }
   }
 
  private:
   static constexpr int64_t kBytes = 1 << 20;  // about half of a second-level cache
+  static constexpr int64_t kLineBytes = 64;
+  static constexpr int64_t kLine = 1 << 16;  // what one costs
 
   void begin_token() {
     if (token_ >= tokens_.end) return;
-    const int64_t position = step_.positions[token_];
-    key_ = first_key(*layer_, position);
-    last_ = std::min(position, key_ + most_ - 1);
+    key_ = first_key(*layer_, step_.positions[token_]);
+    last_ = std::min(step_.positions[token_], key_ + most_ - 1);
+    begin_piece();
+  }
+
+  // What follows in one block of the cache.
+  void begin_piece() {
+    if (key_ > last_) {
+      ++token_;
+      return begin_token();
+    }
+    const History history = history_of(model_, step_, *layer_, token_, 0);
+    const int64_t count = std::min(last_ - key_ + 1, model_.block_size - key_ % model_.block_size);
+    at_ = reinterpret_cast<const char *>(history.line(key_));
+    end_ = at_ + 2 * history.line_size() * count;
+    key_ += count;
   }
 
   const Decoder &model_;
   const Step &step_;
   Range tokens_;
-  int64_t most_, at_once_;
+  int64_t most_, credit_of_block_, credit_ = 0;
   const Layer *layer_ = nullptr;
   int64_t token_, key_ = 0, last_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
 };
 
 }  // namespace asyncllm

@@ -67,71 +67,75 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
 
 constexpr int64_t kBlocksAhead = 8;  // that weights are asked for before they are read
 
-// The tile of a block: made in `room`, or where it is.
-inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group, std::uint8_t *room) {
+// The tile of a block: made in `room`, or where it is. Blocks of so many features are read beside each other.
+inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group, int64_t beside, std::uint8_t *room) {
   const std::uint8_t *from = w.block(block, group);
-  // behind the last block of these features come those of the other tile, which are read beside them
-  const int64_t bytes = w.block_bytes(), skipped = group + kBlocksAhead < w.groups() ? 0 : w.groups() * bytes;
+  // behind the last block of these features come those of others, which are read at the same time
+  const int64_t bytes = w.block_bytes();
+  const int64_t skipped = group + kBlocksAhead < w.groups() ? 0 : (beside - 1) * w.groups() * bytes;
   prefetch_lines(from + kBlocksAhead * bytes + skipped, bytes);
   if (w.bits == 16) return from;
   w.bits == 4 ? put_tile<4>(room, from) : put_tile<8>(room, from);
   return room;
 }
 
-// Which sums the tiles 0 to 3 hold, of two blocks of features: of 16 rows those of the groups with even numbers, then
-// of the others, since a sum that each instruction added to would have to wait for the one before; of 32 rows those of
-// the first 16, then of the others.
-enum class Sums { kOfHalfTheGroups, kOfHalfTheRows };
+// What sums the tiles 0 to 3 hold. An instruction that adds to a tile waits for the one before that did.
+enum class Sums {
+  kFourBlocks,      // of 16 rows with four blocks of features
+  kHalvesOfGroups,  // of 16 rows with two blocks: of groups with even numbers, then of the others
+  kHalvesOfRows,    // of 32 rows with two blocks: of the first 16 rows, then of the others
+};
 
-inline void store_tiles(float *sums) {
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
-}
-
-// The sums become the product of up to 32 rows with two blocks of features.
+// The sums become the product of up to 32 rows with two blocks of features, or four.
 template <Sums Kind>
 inline void finish_tiles(const Matrix &w, const Output &output, int64_t row, int64_t count, int64_t block,
                          int64_t second, float *sums) {
   const __m512 factor = _mm512_set1_ps(sum_factor(w));
-  store_tiles(sums);
-  for (int64_t m = 0; m < count; ++m) {
-    const float *at = Kind == Sums::kOfHalfTheRows ? sums + (m / 16) * 512 + (m % 16) * 16 : sums + m * 16;
-    __m512 left = _mm512_load_ps(at), right = _mm512_load_ps(at + 256);
-    if (Kind == Sums::kOfHalfTheGroups) {
-      left = _mm512_add_ps(left, _mm512_load_ps(at + 512));
-      right = _mm512_add_ps(right, _mm512_load_ps(at + 768));
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+  for (int64_t pair = 0; pair < (Kind == Sums::kFourBlocks ? 2 : 1); ++pair, block += 2, second += 2, sums += 512) {
+    for (int64_t m = 0; m < count; ++m) {
+      const float *at = sums + (m / 16) * 512 + (m % 16) * 16;
+      __m512 left = _mm512_load_ps(at), right = _mm512_load_ps(at + 256);
+      if (Kind == Sums::kHalvesOfGroups) {
+        left = _mm512_add_ps(left, _mm512_load_ps(at + 512));
+        right = _mm512_add_ps(right, _mm512_load_ps(at + 768));
+      }
+      left = _mm512_mul_ps(left, factor);
+      right = _mm512_mul_ps(right, factor);
+      if (w.activation == kNone) finish(w, output, row + m, block, left, left);
+      if (second > block) finish(w, output, row + m, second, left, right);
     }
-    left = _mm512_mul_ps(left, factor);
-    right = _mm512_mul_ps(right, factor);
-    if (w.activation == kNone) finish(w, output, row + m, block, left, left);
-    if (second > block) finish(w, output, row + m, second, left, right);
   }
 }
 
-// Tiles 0 to 3 += one group of inputs of 16 or 32 rows by two tiles of weights.
+// Tiles 0 to 3 += one group of inputs of 16 or 32 rows by tiles of weights.
 template <Sums Kind>
-inline void multiply_tiles(const Rows &x, int64_t row, int64_t group, const std::uint8_t *left,
-                           const std::uint8_t *right) {
+inline void multiply_tiles(const Rows &x, int64_t row, int64_t group, const std::uint8_t *const *tiles) {
   const std::uint8_t *from = x.tile(row, group);
-  _tile_loadd(6, left, 64);
-  _tile_loadd(7, right, 64);
-  if (Kind == Sums::kOfHalfTheRows) {
-    _tile_loadd(4, from, x.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, from + 16 * x.stride, x.stride);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  } else if (group % 2) {
+  _tile_loadd(6, tiles[0], 64);
+  _tile_loadd(7, tiles[1], 64);
+  if (Kind == Sums::kHalvesOfGroups && group % 2) {
     _tile_loadd(5, from, x.stride);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-  } else {
-    _tile_loadd(4, from, x.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    return;
+  }
+  _tile_loadd(4, from, x.stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (Kind == Sums::kFourBlocks) {
+    _tile_loadd(6, tiles[2], 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, tiles[3], 64);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+  if (Kind == Sums::kHalvesOfRows) {
+    _tile_loadd(5, from + 16 * x.stride, x.stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 }
 
@@ -146,23 +150,26 @@ inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / k
 
 // Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait
 // for the stores.
-template <Sums Kind>
+template <Sums Kind, class Between>
 inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second,
-                          const Output &output, std::uint8_t *scratch) {
-  constexpr int64_t kBehind = 2, kRoom = 4;  // groups
+                          const Output &output, std::uint8_t *scratch, Between &&between) {
+  constexpr int64_t kBlocks = Kind == Sums::kFourBlocks ? 4 : 2;
+  constexpr int64_t kRoom = 8 / kBlocks, kBehind = kRoom / 2;  // groups
   const int64_t groups = w.groups();
-  const std::uint8_t *left[kRoom], *right[kRoom];
+  const std::uint8_t *tiles[kRoom][kBlocks];
   zero_tiles();
   for (int64_t group = 0; group < groups + kBehind; ++group) {
     if (group < groups) {
-      std::uint8_t *room = scratch + group % kRoom * 2 * kTileBytes;
-      left[group % kRoom] = tile_of(w, block, group, room);
-      right[group % kRoom] = tile_of(w, second, group, room + kTileBytes);
+      for (int64_t i = 0; i < kBlocks; ++i) {
+        const int64_t at = kBlocks == 4 || !i ? block + i : second;
+        tiles[group % kRoom][i] = tile_of(w, at, group, kBlocks, scratch + (group % kRoom * kBlocks + i) * kTileBytes);
+      }
+      between(kBlocks);
     }
     const int64_t ready = group - kBehind;
-    if (ready >= 0) multiply_tiles<Kind>(x, 0, ready, left[ready % kRoom], right[ready % kRoom]);
+    if (ready >= 0) multiply_tiles<Kind>(x, 0, ready, tiles[ready % kRoom]);
   }
-  finish_tiles<Kind>(w, output, 0, rows, block, second, reinterpret_cast<float *>(scratch + kRoom * 2 * kTileBytes));
+  finish_tiles<Kind>(w, output, 0, rows, block, second, reinterpret_cast<float *>(scratch + 8 * kTileBytes));
 }
 
 // More rows, from `first` to `last`: a strip of weights is made once for all of them.
@@ -173,8 +180,8 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
   const bool made = w.bits < 16;
   for (int64_t group = 0; group < groups && made; ++group) {
     std::uint8_t *room = scratch + 2 * kTileBytes * group;
-    tile_of(w, block, group, room);
-    tile_of(w, second, group, room + kTileBytes);
+    tile_of(w, block, group, 2, room);
+    tile_of(w, second, group, 2, room + kTileBytes);
   }
   const std::uint8_t *left = made ? scratch : w.block(block, 0),
                      *right = made ? scratch + kTileBytes : w.block(second, 0);
@@ -182,16 +189,17 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
   for (int64_t row = first; row < last; row += 32) {
     zero_tiles();
     for (int64_t group = 0; group < groups; ++group) {
-      multiply_tiles<Sums::kOfHalfTheRows>(x, row, group, left + step * group, right + step * group);
+      const std::uint8_t *const tiles[] = {left + step * group, right + step * group};
+      multiply_tiles<Sums::kHalvesOfRows>(x, row, group, tiles);
     }
     const int64_t count = std::min<int64_t>(32, last - row);
-    finish_tiles<Sums::kOfHalfTheRows>(w, output, row, count, block, second, sums);
+    finish_tiles<Sums::kHalvesOfRows>(w, output, row, count, block, second, sums);
   }
 }
 
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
-// 32 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
+// 32 or 64 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
                               std::uint8_t *scratch, Between &&between) {
@@ -201,13 +209,17 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
     const int64_t last = std::min(first + at_once, rows);
     for (int64_t unit = range.begin; unit < range.end; ++unit) {
       const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
-      between();
-      if (rows > 32)
+      if (rows > 32) {
+        between(2 * w.groups());
         multiply_strip(w, x, first, last, block, second, output, scratch);
-      else if (rows > 16)
-        multiply_once<Sums::kOfHalfTheRows>(w, x, rows, block, second, output, scratch);
-      else
-        multiply_once<Sums::kOfHalfTheGroups>(w, x, rows, block, second, output, scratch);
+      } else if (rows > 16) {
+        multiply_once<Sums::kHalvesOfRows>(w, x, rows, block, second, output, scratch, between);
+      } else if (unit + 1 < range.end && block + 4 <= blocks) {
+        multiply_once<Sums::kFourBlocks>(w, x, rows, block, second, output, scratch, between);
+        ++unit;
+      } else {
+        multiply_once<Sums::kHalvesOfGroups>(w, x, rows, block, second, output, scratch, between);
+      }
     }
   }
 }

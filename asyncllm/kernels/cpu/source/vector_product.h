@@ -118,7 +118,7 @@ inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x
   const int64_t step = w.activation == kNone ? 1 : 2;
   const Range range = team.share(w.outputs / kFeatures / step);
   for (int64_t unit = range.begin; unit < range.end; ++unit) {
-    between();
+    between(step * w.groups());
     int64_t row = 0;
     for (; row + kFewRows <= rows; row += kFewRows) multiply_some<4>(w, x, row, unit * step, output);
     if (rows - row == 3) multiply_some<3>(w, x, row, unit * step, output);
