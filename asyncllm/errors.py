@@ -18,6 +18,7 @@ AsyncLLMError
 │   ├── ContextLengthError              longer than the context, or than the whole KV pool
 │   ├── DuplicateRequestError           the request_id belongs to a live request
 │   └── RequestFailed                   the step that carried it failed
+│       ├── SamplingFailed              there was no token that it could go on with
 │       └── HookFailed                  a function of the host's, called for it, raised or took too long
 └── EngineError (RuntimeError)          the engine as a whole
     ├── EngineNotStarted                used before `async with` / `start()`
@@ -106,6 +107,17 @@ class RequestFailed(RequestError):
         failure = cls(f"{what}: {by!r}")
         failure.__cause__ = by
         return failure
+
+
+class SamplingFailed(RequestFailed):
+    """No logit of the request's next token is above -infinity, and not-a-number is not."""
+
+    def __init__(
+        self,
+        message: str = "no token can be sampled, for no logit is above -infinity: the request's bans leave nothing, or "
+        "the model has computed no numbers (those of float16 end at 65,504; bfloat16 and float32 go further)",
+    ) -> None:
+        super().__init__(message)
 
 
 class HookFailed(RequestFailed):

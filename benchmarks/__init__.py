@@ -24,7 +24,7 @@ Where time and memory go:
 - `cpu_steps`, `products`   a CPU step by operators, and its matrix products alone, which bound it
 - `startup`    until the first token on a GPU
 - `limits`     long prompts, many requests, and memory that comes back
-- `settings`   what single settings cost or gain on a GPU
+- `settings`   what single settings cost or gain on a GPU; `cache_precision` what 8-bit caches do to a model's choices
 - `virtual`    the scheduler's plans in virtual time, for who has no GPU
 
 Kernels and forms:

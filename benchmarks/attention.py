@@ -34,6 +34,7 @@ BLOCK = 64
 LLAMA = AttentionShape(32, 8, 128, BLOCK, None)
 QWEN = AttentionShape(16, 8, 128, BLOCK, None)
 LIMIT = 4.45e12
+QWEN_LOADS = ("1 × 300", "8 × 300", "128 × 300", "64 × 2,150, 1,500 shared", "64 × 1,900..2,600, 1,500 shared")
 MOST_BYTES = 8_000_000_000  # of all copies of the cache
 
 
@@ -56,6 +57,9 @@ LOADS = [
     Load("128 × 4,000", (4000,) * 128),
     Load("64 × 2,150", (2150,) * 64),
     Load("64 × 2,150, 1,500 shared", (2150,) * 64, 1500),
+    Load("64 × 1,900..2,600, 1,500 shared", tuple(1900 + 700 * (i * 29 % 64) // 63 for i in range(64)), 1500),
+    Load("32 × 2,150, 1,500 shared", (2150,) * 32, 1500),
+    Load("64 × 650", (650,) * 64),
     Load("1 × 32,768", (32_768,)),
     Load("128 × 100..2,000", tuple(100 + 1900 * (i * 79 % 128) // 127 for i in range(128))),
 ]
@@ -76,14 +80,16 @@ def variants(shape: AttentionShape, dtype: torch.dtype) -> Iterator[Variant]:
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     small, _ = default_tilings(shape, dtype, multiprocessors=count, descriptors=True)
     yield Variant("default", small)
-    if dtype.itemsize == 1:
+    if small.many is None:
         yield Variant("4 warps", replace(small, warps=4))
         yield Variant("5 stages", replace(small, stages=5))
         return
+    yield Variant("that of few tokens", replace(small, many=None))
+    yield Variant("that of many tokens", replace(small.many, many=None))
+    yield Variant("that of many, 3 stages", replace(small.many, many=None, stages=3))
     yield Variant("no overlap", small, overlap=False)
     yield Variant("nothing shared", small, shares=False)
-    yield Variant("4 warps", replace(small, warps=4, shared_rows=64))
-    yield Variant("never split short ones", replace(small, whole_blocks=10))
+    yield Variant("4 warps", replace(small, many=None, warps=4))
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Bench:
 def compile_one(job: tuple[AttentionShape, Variant, str]) -> None:
     """In a process of its own, so that the measuring one finds the kernels compiled."""
     shape, variant, dtype = job
-    for load in (LOADS[0], LOADS[2]):
+    for load in (LOADS[0], LOADS[2], LOADS[3]):
         bench = Bench.make(shape, load, getattr(torch, dtype), copies=2)
         bench.attend(bench.caches[0], bench.plan(variant), variant)
     torch.cuda.synchronize()
@@ -216,7 +222,7 @@ def main() -> int:
     for dtype in dtypes:
         for name, shape in shapes.items():
             tried = [variant for other, variant, its in jobs if other is shape and its == dtype]
-            for load in LOADS if shape is LLAMA else LOADS[1:4]:
+            for load in LOADS if shape is LLAMA else [each for each in LOADS if each.name in QWEN_LOADS]:
                 bench = Bench.make(shape, load, getattr(torch, dtype))
                 wrong |= not measure(f"{name}, {dtype}, {load.name}", bench, tried)
     return int(wrong)

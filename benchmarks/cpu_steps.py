@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     name_kernels()
     config = EngineConfig(max_num_seqs=ROWS, max_model_len=2 * PROMPT, threads=chosen.threads)
-    executor, facts = load_executor(resolve_source(chosen.model or find_smollm2(), config), config, lambda each: each)
+    executor, facts = load_executor(resolve_source(chosen.model or find_smollm2(), config), config)
     print(f"# {facts.dtype}, {torch.get_num_threads()} threads\n")
     with torch.inference_mode():
         steps = Steps(executor, facts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import sys
@@ -42,6 +43,7 @@ from asyncllm.workloads import (
 )
 from benchmarks.child import CHECK, FIRST, settle_heap
 from benchmarks.figures import PERCENTS, Check, Figures, Sample
+from benchmarks.gpu_power import Power, PowerLog
 from benchmarks.lock_releases import PARTS, count_releases
 from benchmarks.model_folders import model_folder, model_names
 from benchmarks.startup import process_age
@@ -66,6 +68,7 @@ class Pass:
     thread: dict[str, float]
     graphs_captured: int
     kernels_compiled: int
+    power: Power | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,11 +180,20 @@ async def measure_model(folder: Path, order: Order, report: Report, path: Path) 
             f"start-up {report.start_seconds:.1f} s, {work.graphs} graphs, {work.kernels} kernels; {memory(report)}",
             flush=True,
         )
-        columns = [*COLUMNS, "steps", "µs a step: schedule, launch, wait, apply, deliver", "graphs", "kernels"]
+        columns = [
+            *COLUMNS,
+            "steps",
+            "µs a step: schedule, launch, wait, apply, deliver",
+            "graphs",
+            "kernels",
+            "MHz",
+            "W",
+        ]
         print(" | ".join(columns), flush=True)
-        for number in range(order.passes):
-            for workload in order.workloads:
-                found = await measure_pass(engine, workload, make_requests(workload, vocab_size, number), work)
+        with PowerLog() as power:
+            for number, workload in itertools.product(range(order.passes), order.workloads):
+                requests = make_requests(workload, vocab_size, number)
+                found = await measure_pass(engine, workload, requests, work, power)
                 report.passes.append(found)
                 if (goal := GOALS.get(report.model, {}).get(workload.name)) is not None:
                     print(f"  {goal.compared(found)}", flush=True)
@@ -201,11 +213,13 @@ async def measure_model(folder: Path, order: Order, report: Report, path: Path) 
 
 
 async def measure_pass(
-    engine: AsyncEngine, workload: Workload, requests: Sequence[WorkloadRequest], work: WorkCount
+    engine: AsyncEngine, workload: Workload, requests: Sequence[WorkloadRequest], work: WorkCount, log: PowerLog
 ) -> Pass:
     """One workload, printed as soon as it is measured."""
     before, graphs, kernels = engine.statistics().step_times, work.graphs, work.kernels
+    start = time.perf_counter()
     measurement = await measure_engine(engine, workload, requests)
+    power = log.mean(start, time.perf_counter())
     times = engine.statistics().step_times
     thread = {name: each_step(name, before, times) for name in PARTS}
     later = measurement.first_token_seconds[workload.concurrency :]
@@ -216,9 +230,12 @@ async def measure_pass(
         thread=thread,
         graphs_captured=work.graphs - graphs,
         kernels_compiled=work.kernels - kernels,
+        power=power,
     )
     cells = [*table_row(measurement), str(found.steps), " ".join(f"{each:.0f}" for each in thread.values())]
-    print(" | ".join([*cells, str(found.graphs_captured), str(found.kernels_compiled)]), flush=True)
+    cells += [str(found.graphs_captured), str(found.kernels_compiled)]
+    cells += ["-", "-"] if power is None else [f"{power.clock:,.0f}", f"{power.watts:,.0f}"]
+    print(" | ".join(cells), flush=True)
     return found
 
 

@@ -1,4 +1,5 @@
-"""Every kernel on a GPU: checked against its reference, then timed beside what the hardware allows.
+"""Kernels on a GPU: checked against their references, then timed beside what the hardware allows. Those that sample
+have a benchmark of their own (`benchmarks.sampling`).
 
     python -m benchmarks.kernels [--limit-bandwidth 4.45] [--limit-flops 788] [--only attention]
 
@@ -24,10 +25,8 @@ from asyncllm.kernels import (
     paged_attention,
     rms_norm,
     rope_cache,
-    sampling,
 )
 from asyncllm.kernels import skinny_linear as linear
-from asyncllm.kernels.sampled_rows import LogitRows, RowSettings
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -43,6 +42,7 @@ class Work:
     launches: Sequence[Callable[[], object]]
     bytes: float = 0.0  # of one launch: least that it must move
     flops: float = 0.0  # of one launch
+    peer: Sequence[Callable[[], object]] = ()  # launches of another library that compute the same
 
 
 def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = 5) -> float:
@@ -155,39 +155,43 @@ def attention_work(
 
 
 LLAMA = attention_plan.AttentionShape(32, 8, 128, 64, None)
+QWEN = attention_plan.AttentionShape(16, 8, 128, 64, None)
 DECODE = [(128, 300), (128, 1024), (128, 4000), (1, 300), (1, 2000), (1, 32_768), (16, 1024), (256, 700)]
-PREFILL = [(4, 4096), (1, 16_384)]
+PREFILL = [(4, 4096), (1, 4096), (1, 16_384)]
 
 
 def attention() -> Iterator[Work]:
-    """Decode, prefill and a mixed step of Llama-3.1-8B."""
+    """Decode and mixed steps of Llama-3.1-8B."""
     for rows, length in DECODE:
         yield attention_work(LLAMA, [length] * rows, [1] * rows, f"decode {rows} × {length}")
     uneven = torch.randint(100, 2000, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     yield attention_work(LLAMA, uneven, [1] * 128, "decode 128 × 100..2000")
     yield attention_work(LLAMA, [20_000, *[300] * 63], [1] * 64, "decode 63 × 300 and 20,000")
-    for rows, length in PREFILL:
-        yield attention_work(
-            LLAMA, [length] * rows, [length] * rows, f"prefill {rows} × {length}", verify=length <= 4096
-        )
-        query, key, value = (
-            randn(rows, heads, length, 128) for heads in (LLAMA.q_heads, LLAMA.kv_heads, LLAMA.kv_heads)
-        )
-        yield cudnn_work(query, key, value)
     yield attention_work(LLAMA, [8192, *[1000] * 63], [512, *[1] * 63], "512 of 8,192 beside 63 × 1,000")
     yield attention_work(LLAMA, [32_768], [64], "64 of 32,768")
 
 
-def cudnn_work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Work:
-    """cuDNN's attention on contiguous tensors, for comparison."""
-    rows, heads, length, dim = query.shape
+def prefill() -> Iterator[Work]:
+    """Whole prompts, beside cuDNN, and chunks."""
+    for name, shape in (("", LLAMA), (" (Qwen3-0.6B)", QWEN)):
+        for rows, length in PREFILL:
+            work = attention_work(
+                shape, [length] * rows, [length] * rows, f"prefill {rows} × {length}{name}", verify=length <= 4096
+            )
+            yield replace(work, peer=cudnn_launches(shape, rows, length))
+    yield attention_work(LLAMA, [10_240] * 2, [2048] * 2, "2,048 of 10,240, twice")
+    yield attention_work(LLAMA, [8192], [640], "640 of 8,192")
 
-    def launch() -> torch.Tensor:
+
+def cudnn_launches(shape: attention_plan.AttentionShape, rows: int, length: int) -> list[Callable[[], object]]:
+    """cuDNN's attention on contiguous tensors, for comparison."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    flops = 2.0 * rows * heads * length * length * dim
-    return Work("cuDNN attention", f"prefill {rows} × {length}", [launch] * 4, flops=flops)
+    heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
+    return [partial(attend, *(randn(rows, each, length, shape.head_dim) for each in heads)) for _ in range(3)]
 
 
 def planning() -> Iterator[Work]:
@@ -287,71 +291,6 @@ def small_ones() -> Iterator[Work]:
     yield Work("block copy", "8 blocks, 32 layers", [partial(block_copy.copy_blocks, pool, pairs)] * 4, bytes=moved)
 
 
-SETTINGS: dict[str, tuple[float, int, float, float]] = {
-    "greedy": (0.0, 0, 1.0, 0.0),
-    "T = 1": (1.0, 0, 1.0, 0.0),
-    "T, top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
-    "T, top-p 0.9": (0.8, 0, 0.9, 0.0),
-    "T, min-p 0.05": (1.0, 0, 1.0, 0.05),
-}
-
-
-def samplings() -> Iterator[Work]:
-    """Sampling of Qwen3's vocabulary: logits as of a real model (`peaked`), and of random weights (`flat`)."""
-    vocabulary = 151_936
-    for rows in (1, 128):
-        for name, setting in SETTINGS.items():
-            for scale in (3.0, 1.0):
-                logits = [scale * torch.randn((rows, vocabulary), device=DEVICE) for _ in range(2 if rows > 1 else 64)]
-                kind = "peaked" if scale > 1.0 else "flat"
-                yield sampling_work(f"{rows} × {vocabulary}, {name}, {kind}", logits, setting)
-
-
-def sampling_work(name: str, logits: list[torch.Tensor], setting: tuple[float, int, float, float]) -> Work:
-    """All rows with one setting."""
-    rows, vocabulary = logits[0].shape
-
-    def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=DEVICE)
-
-    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    zeros = torch.zeros_like(numbers)
-    settings = RowSettings(
-        temperature=fill(setting[0], torch.float32),
-        top_k=fill(setting[1], torch.int32),
-        top_p=fill(setting[2], torch.float32),
-        min_p=fill(setting[3], torch.float32),
-        seed=numbers.long(),
-        choice=zeros,
-        suppress_before=zeros,
-        num_suppressed=zeros,
-        suppressed=zeros[:, None],
-    )
-    workspace = sampling.make_sampling_workspace(rows, vocabulary, DEVICE)
-    token_ids, row_token_ids = torch.empty_like(numbers), torch.empty_like(numbers)
-    where = LogitRows(numbers, numbers, torch.tensor([rows], dtype=torch.int32, device=DEVICE), vocabulary)
-    filters = setting[1] > 0 or setting[2] < 1.0 or setting[3] > 0.0
-
-    def launch(logits: torch.Tensor) -> None:
-        sampling.sample(
-            logits,
-            where,
-            settings,
-            workspace,
-            token_ids=token_ids,
-            row_token_ids=row_token_ids,
-            filters=filters,
-        )
-
-    launch(logits[0])
-    few = min(rows, 8)
-    expected = sampling.sample_reference(logits[0], replace(where, num_rows=torch.tensor([few])), settings)
-    wrong = int((expected != token_ids[:few]).sum())
-    if wrong:
-        print(f"sampling {name}: {wrong} of {few} tokens differ from the reference")
-    return Work("sampling", name, [partial(launch, x) for x in logits], bytes=logits[0].nbytes)
-
-
 def linears() -> Iterator[Work]:
     """Matrices of one layer of Llama-3.1-8B, with the library's product beside ours; `benchmarks.tune` looks closer."""
     for rows in (1, 16, 32, 64):
@@ -375,12 +314,12 @@ def linears() -> Iterator[Work]:
 
 GROUPS: dict[str, Callable[[], Iterator[Work]]] = {
     "attention": attention,
+    "prefill": prefill,
     "plan": planning,
     "norm": norms,
     "activation": activations,
     "rope": ropes,
     "small": small_ones,
-    "sampling": samplings,
     "linear": linears,
 }
 
@@ -397,14 +336,17 @@ def main() -> None:
     for name in options.only or GROUPS:
         for work in GROUPS[name]():
             seconds = seconds_of(work.launches)
-            rate, share = "", ""
+            rate, share, beside = "", "", ""
             if work.flops:
                 rate = f"{work.flops / seconds / 1e12:.0f} TFLOP/s"
                 share = f"{work.flops / seconds / 1e12 / options.limit_flops:.0%}"
             elif work.bytes:
                 rate = f"{work.bytes / seconds / 1e12:.2f} TB/s"
                 share = f"{work.bytes / seconds / 1e12 / options.limit_bandwidth:.0%}"
-            print(f"{work.kernel:20} {work.shape:48} {seconds * 1e6:9.1f} {rate:>15} {share:>8}", flush=True)
+            if work.peer:
+                peer = seconds_of(work.peer)
+                beside = f"   {peer / seconds:.0%} of cuDNN's rate, {work.flops / peer / 1e12:.0f} TFLOP/s"
+            print(f"{work.kernel:20} {work.shape:48} {seconds * 1e6:9.1f} {rate:>15} {share:>8}{beside}", flush=True)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,15 @@ def host_part(passes: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def power_part(passes: list[dict[str, Any]]) -> list[str]:
+    """The GPU's clock and power by workload; the last pass of each."""
+    found = {each["figures"]["workload"]: each.get("power") for each in passes}
+    rows = [[name, f"{power['clock']:,.0f}", f"{power['watts']:,.0f}"] for name, power in found.items() if power]
+    if not rows:
+        return []
+    return ["### Clock and power", "", *table(("workload", "MHz", "W"), rows)]
+
+
 def lock_part(releases: dict[str, float]) -> list[str]:
     """How often that thread gives the interpreter lock up."""
     if not releases:
@@ -117,8 +126,9 @@ def report(results: Iterable[Path]) -> str:
         "kernel's time is what it adds to the step: kernels overlap (programmatic dependent launch), so it counts from",
         "the end of all that began before it. The limit is the larger of two times, those of the bytes that must move,",
         f"each once, at {BANDWIDTH / 1e12:.2f} TB/s, and of the operations at {OPERATIONS / 1e12:.0f} TFLOP/s, both as",
-        "measured on an H200; a weight that is read to the end passes the former by some percent. Under a long load of",
-        "matrix products the GPU lowers its clock to stay within its power, and reaches some 700 TFLOP/s.",
+        "measured on an H200; a weight that is read to the end passes the former by some percent. Under load the GPU",
+        "lowers its clock, 1,980 MHz at most, to stay within its power of 700 W (see the tables of clock and power): a",
+        "long series of matrix products then reaches some 700 TFLOP/s, and caches and kernels are slower too.",
         "",
     ]
     for path in results:
@@ -129,6 +139,7 @@ def report(results: Iterable[Path]) -> str:
         for name, profile in found["profiles"].items():
             lines += profile_part(name, profile)
         lines += host_part(found["passes"])
+        lines += power_part(found["passes"])
         lines += lock_part(found.get("lock_releases", {}))
     return "\n".join(lines).rstrip() + "\n"
 

@@ -18,7 +18,17 @@ BANDWIDTH = 4.45e12  # bytes a second that an H200 reads, measured
 OPERATIONS = 788e12  # of bfloat16 a second in a matrix product on random numbers, measured
 _FIRST = "_step_layout_kernel"
 _LAST = "_token_output_kernel"
-_PRODUCTS = ("_vector_kernel", "_tile_kernel", "nvjet", "cutlass", "gemm", "gemv", "sm90_", "sm80_")
+_PRODUCTS = (
+    "_vector_kernel",
+    "_tile_kernel",
+    "_specialized_tile_kernel",
+    "nvjet",
+    "cutlass",
+    "gemm",
+    "gemv",
+    "sm90_",
+    "sm80_",
+)
 _ROLES = {
     "_rms_norm_kernel": "norms",
     "_rope_cache_kernel": "rope, cache write",

@@ -1,10 +1,11 @@
 """The fastest way to multiply by shape and number of rows: measures, and writes the table that the engine ships.
 
-    python -m benchmarks.tune [MODEL ...] [--rows 1 16 ...] [--output FILE]
+    python -m benchmarks.tune [MODEL ...] [--rows 1 16 ...] [--specialized] [--output FILE]
 
 The models are folders of `benchmarks/models`; of a table that is there already, other entries stay. A product is timed
 where it stands: in a decode step of the model with a few of its layers, whose weights no cache holds, from a CUDA
-graph: kernels overlap with those beside them, so that the fastest by itself need not make the fastest step.
+graph: kernels overlap with those beside them, so that the fastest by itself need not make the fastest step. And it is
+timed when it has run for a while: under load a GPU lowers its clock to stay within its power.
 Each product in turn takes the tiling that makes the step fastest; then again, among the best, beside what the others
 have become, and with other divisions of the fast memory. Tilings are checked first. A table that is no faster than the
 one before is not kept. Beside the table, all times go to `benchmarks/results/products-DEVICE.json`.
@@ -13,10 +14,11 @@ one before is not kept. Beside the table, all times go to `benchmarks/results/pr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
-import statistics
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 
 from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
 from asyncllm.kernels import skinny_linear as skinny
+from asyncllm.kernels import specialized_linear
 from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, Sequences, make_attention_plan, plan_attention
 from asyncllm.kernels.language import next_power_of_2
@@ -58,6 +61,8 @@ ROWS = (1, 16, 32, 64, 128, 256)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
+HEAT = 1.0  # seconds of load before anything is measured
+WARM, TIMED = 20, 40  # replays
 FINALISTS = 6  # tilings of a product that are tried again
 CARVE_OUTS = (0, 4, 16)  # those of one row, with each of these
 SAME = 1.002
@@ -144,11 +149,31 @@ def tile_tilings(product: Product, rows: int) -> Iterator[Tiling]:
                     yield Tiling(lines, width, warps, stages, splits, at_once)
 
 
-def tilings(product: Product, rows: int) -> list[AnyTiling]:
-    """The candidates."""
+def specialized_tilings(product: Product, rows: int) -> Iterator[Tiling]:
+    """Those of `specialized_linear`: the ring is as long as shared memory is large."""
+    halves = 2 if product.gated else 1
+    padded = max(16, next_power_of_2(rows))
+    for groups, width in itertools.product((1, 2), (64, 128)):
+        for at_once in dict.fromkeys((padded, max(padded // 2, min(padded, 64)))):
+            lines = 64 * groups
+            size = 2 * width * (lines * halves + at_once)
+            output = lines * at_once * (4 if product.adds else 2)  # exchanged between threads
+            stages = min((226_000 - output) // size, 10)
+            tiles = -(-product.outputs // lines) * (padded // at_once)
+            if stages < 2 or at_once * halves > 256:
+                continue
+            for splits in (1, 2, 3, 4, 6, 8) if product.adds else (1,):
+                if not product.adds or tiles * splits in range(60, 300):
+                    yield Tiling(lines, width, 4 * groups, stages, splits, at_once, specialized=True)
+
+
+def tilings(product: Product, rows: int, *, specialized: bool = False) -> list[AnyTiling]:
+    """The candidates, or only those that are `specialized`."""
     if rows > MOST_ROWS:
         return []
-    return list(vector_tilings(product) if rows == 1 else tile_tilings(product, rows))
+    if rows == 1:
+        return [] if specialized else list(vector_tilings(product))
+    return [*(() if specialized else tile_tilings(product, rows)), *specialized_tilings(product, rows)]
 
 
 def make_operands(product: Product, rows: int, device: torch.device) -> Operands:
@@ -185,8 +210,8 @@ def multiply(operands: Operands, tiling: AnyTiling) -> torch.Tensor:
     )
 
 
-def checked_tilings(product: Product, rows: int) -> list[AnyTiling]:
-    """Those that run. Raises where one is wrong; bfloat16 rounds by up to 4e-3."""
+def checked_tilings(product: Product, rows: int, candidates: Sequence[AnyTiling]) -> list[AnyTiling]:
+    """Those of the candidates that run. Raises where one is wrong; bfloat16 rounds by up to 4e-3."""
     operands = make_operands(product, rows, torch.device("cuda"))
     before = None if operands.residual is None else operands.residual.clone()
     exact = skinny_linear_reference(
@@ -197,7 +222,7 @@ def checked_tilings(product: Product, rows: int) -> list[AnyTiling]:
         residual=None if before is None else before.float(),
     ).float()
     found = []
-    for tiling in tilings(product, rows):
+    for tiling in candidates:
         if operands.residual is not None and before is not None:
             operands.residual.copy_(before)
         try:
@@ -223,7 +248,7 @@ class ShortStep:
         placement = Placement(torch.bfloat16, device, kernels=True)
         self.model = Llama(self.config, self.layout.layers, CONTEXT, placement)
         fill_weights(self.model)
-        self.cache = allocate_device_cache(self.layout, MOST_ROWS, torch.bfloat16, device)
+        self.cache = allocate_device_cache(self.layout, MOST_ROWS, torch.bfloat16, device).normal_()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None  # a pool lives as long as some graph that uses it
@@ -262,7 +287,7 @@ class ShortStep:
             inner.table = table
 
     def microseconds(self, batch: ForwardBatch, table: ProductTable) -> float:
-        """Of one step: the median of a few measurements."""
+        """Of one step among many."""
         self.use(table)
         with torch.cuda.stream(self._stream):
             # torch's own context would collect garbage each time
@@ -271,24 +296,26 @@ class ShortStep:
             self.model.forward(batch)
             graph.capture_end()
             self._first = self._first or graph
-            graph.replay()
-            times = []
-            for _ in range(5):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                start.record()
-                for _ in range(3):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 1e3 / 3)
-        return float(statistics.median(times))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            for _ in range(WARM):
+                graph.replay()
+            start.record()
+            for _ in range(TIMED):
+                graph.replay()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / TIMED
 
     def warm_up(self, batch: ForwardBatch, table: ProductTable) -> None:
-        """What a first launch allocates must not be in a graph; `table` leaves products to the library."""
+        """What a first launch allocates must not be in a graph, and the clock must have come down; `table` leaves
+        products to the library."""
         self.use(table)
         with torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             self.model.forward(batch)
+        until = time.monotonic() + HEAT
+        while time.monotonic() < until:
+            self.microseconds(batch, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +329,8 @@ class Tuned:
     timings: dict[str, list[Timing]]  # by product, the shortest first
 
 
-def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
-    """The table with other choices for so many rows."""
+def tune(step: ShortStep, rows: int, table: ProductTable, *, specialized: bool) -> Tuned:
+    """The table with other choices for so many rows; if `specialized`, those that are, beside what the table has."""
     original = table
     batch = step.batch(rows)
     products = products_of(step.config)
@@ -312,9 +339,13 @@ def tune(step: ShortStep, rows: int, table: ProductTable) -> Tuned:
         nothing = nothing.with_choice(product, rows, None)
     step.warm_up(batch, nothing)
     library, before = step.microseconds(batch, nothing), step.microseconds(batch, table)
-    choices: dict[Product, list[AnyTiling | None]] = {
-        product: [None, *checked_tilings(product, rows)] for product in products
-    }
+    choices: dict[Product, list[AnyTiling | None]] = {}
+    for product in products:
+        candidates = tilings(product, rows, specialized=specialized)
+        known = table.tiling(product, rows)
+        if known is not None and known not in candidates:
+            candidates.append(known)
+        choices[product] = [None, *checked_tilings(product, rows, candidates)]
     timings: dict[str, list[Timing]] = {}
     for _ in range(2):
         for product, tried in choices.items():
@@ -379,8 +410,10 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
 
     product, rows, tiling = task
     triton.runtime.driver.set_active(_Hopper())
-    vars(skinny)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
-    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel]
+    for module in (skinny, specialized_linear):
+        vars(module)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
+    vars(skinny)["can_specialize"] = lambda x: True
+    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel, specialized_linear._specialized_tile_kernel]
     for kernel in kernels:
         run = type(kernel).run
 
@@ -402,13 +435,13 @@ def binary_of(tiling: AnyTiling) -> AnyTiling:
     return replace(tiling, splits=min(tiling.splits, 2))
 
 
-def compile_all(products: Sequence[Product], rows: Sequence[int]) -> int:
+def compile_all(products: Sequence[Product], rows: Sequence[int], *, specialized: bool) -> int:
     """Every kernel that will be measured; returns how many."""
     tasks = {
         (count == 1 and each.inputs, each.gated, each.adds, binary_of(tiling)): (each, count, tiling)
         for each in products
         for count in rows
-        for found in tilings(each, count)
+        for found in tilings(each, count, specialized=specialized)
         for tiling in forms(found)
     }
     with multiprocessing.get_context("fork").Pool() as pool:
@@ -422,11 +455,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="*", default=models, help=f"of {', '.join(models)}; default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--specialized", action="store_true", help="only try these beside what the table has")
     parser.add_argument("--output", type=Path, help="folder of both files, in place of where the engine looks")
     chosen = parser.parse_args()
     configs = {name: read_model(model_folder(name)) for name in chosen.model}
     products = list(dict.fromkeys(product for config in configs.values() for product in products_of(config)))
-    print(compile_all(products, chosen.rows), "kernels compiled", flush=True)
+    print(compile_all(products, chosen.rows, specialized=chosen.specialized), "kernels compiled", flush=True)
     device = torch.cuda.get_device_name()
     table, times = read_table(device), []
     path = table_path(device)
@@ -437,7 +471,7 @@ def main() -> None:
     for name, config in configs.items():
         step = ShortStep(config)
         for rows in chosen.rows:
-            tuned = tune(step, rows, table)
+            tuned = tune(step, rows, table, specialized=chosen.specialized)
             table = tuned.table
             times.append(
                 {

@@ -48,7 +48,8 @@ http() {
 }
 
 # Side by side, since tests wait for kernels to be compiled more than for the GPU; those that look at memory look at their
-# own process's. Neighbours stay together, as they share what a module makes. The interpreter's tests are the CPU's.
+# own process's. Neighbours stay together, as they share what a module makes. The tests of the interpreter and of the
+# processor's kernels are the CPU's.
 gpu_tests() {
     status=0
     pytest() {
@@ -56,7 +57,7 @@ gpu_tests() {
             --durations 10 "$@"
     }
     pytest tests/gpu -n "$((($(nproc) + 1) / 2))" --dist worksteal || status=1
-    pytest tests/kernels --ignore tests/kernels/test_interpreter.py -n "$(nproc)" || status=1
+    pytest tests/kernels --ignore tests/kernels/test_interpreter.py --ignore tests/kernels/cpu -n "$(nproc)" || status=1
     return $status
 }
 

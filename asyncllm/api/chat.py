@@ -10,7 +10,6 @@ from asyncllm.api.chat_chunks import ChatChunks, error_event, finish_reason, sto
 from asyncllm.api.chat_job import ChatJob, chat_job, chat_tools, template_messages
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, json_reply
-from asyncllm.api.generation import failure
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import chat_logprobs, prompt_logprobs
 from asyncllm.api.parameters import structured_output
@@ -32,14 +31,18 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
         "created": int(time.time()),
         "model": model,
     }
-    generation = job.generation(serving)
+    generation = job.generation(serving, call)
     if not body.stream:
         (done,) = await generation.completions()
         make_answer = await job.answer_maker(serving, done.prompt_token_ids)
         return json_reply(_collected(head, body, done, make_answer))
     make_answer = await job.start(serving, generation)
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
-    return generation.reply(TokenEvents(generation, chunks.render, _fail, n=job.params.n, frame=chunks.frame))
+
+    def fail(error: Exception) -> str:
+        return error_event(openai_body(generation.failure(error)))
+
+    return generation.reply(TokenEvents(generation, chunks.render, fail, n=job.params.n, frame=chunks.frame))
 
 
 async def _job(serving: Serving, call: Call, body: ChatRequest) -> ChatJob:
@@ -133,7 +136,3 @@ def _chunks(
         show_reasoning=body.include_reasoning is not False,
         prompt_token_ids=stream.prompt_token_ids,
     )
-
-
-def _fail(error: Exception) -> str:
-    return error_event(openai_body(failure(error)))

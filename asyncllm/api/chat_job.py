@@ -57,11 +57,12 @@ class ChatJob:
     format: AnswerFormat
     server_limits: bool  # the deadline is the server's own
 
-    def generation(self, serving: Serving) -> Generation:
+    def generation(self, serving: Serving, call: Call) -> Generation:
         """Not started. Raises 429 and 503."""
         ticket = serving.enter(self.params.n)
         stream = serving.engine.stream(list(self.messages), self.params, **self.options)
-        return Generation(serving, [stream], ticket, server_limits=self.server_limits)
+        limits = self.server_limits
+        return Generation(serving, [stream], ticket, request_id=call.request_id, server_limits=limits)
 
     async def start(self, serving: Serving, generation: Generation) -> MakeAnswer:
         """Submit for a stream of events; says how the answers are taken apart."""

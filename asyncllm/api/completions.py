@@ -11,7 +11,7 @@ from asyncllm.api.chat_chunks import finish_reason, stop_reason, usage_body
 from asyncllm.api.completion_chunks import CompletionChunks
 from asyncllm.api.errors import InvalidRequest, openai_body
 from asyncllm.api.exchange import Reply, event_reply, json_reply
-from asyncllm.api.generation import Generation, failure
+from asyncllm.api.generation import Generation
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from asyncllm.api.parameters import request_options, sampling_params, server_limits, structured_output
@@ -47,7 +47,8 @@ async def create_completion(serving: Serving, call: Call) -> Reply:
         if index:
             options["request_id"] = f"{base}-{index}"
         streams.append(serving.engine.stream(prompt, job.params, **options))
-    generation = Generation(serving, streams, ticket, server_limits=job.server_limits)
+    limits = job.server_limits
+    generation = Generation(serving, streams, ticket, request_id=call.request_id, server_limits=limits)
     # An echo with its log probabilities is complete only when the prompt was computed: it goes out in one piece.
     if body.stream and not (body.echo and body.logprobs is not None):
         await generation.start()
@@ -180,7 +181,7 @@ def _events(job: _Job, generation: Generation, echoes: Sequence[str]) -> TokenEv
         return text
 
     def fail(error: Exception) -> str:
-        return data(openai_body(failure(error)))
+        return data(openai_body(generation.failure(error)))
 
     return TokenEvents(generation, render, fail, n=n, frame=chunks.frame)
 

@@ -48,8 +48,8 @@ async def engine_events(
             mark = now
             yield b"data: " + json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
             await asyncio.sleep(interval)
-    except EngineError as error:
-        yield b"event: end\ndata: " + json.dumps(str(error)).encode() + b"\n\n"
+    except EngineError:
+        yield b"event: end\ndata: " + json.dumps(f"the engine is {engine.state}").encode() + b"\n\n"
 
 
 def engine_snapshot(statistics: EngineStatistics, inspection: Inspection, recent: RecentTimes) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """From errors to what clients get: one place for the whole tree of `asyncllm.errors`.
 
 OpenAI's clients choose an exception by the status and show `error.message`; Anthropic's read `error.type`. Nothing of
-an error that nobody raised on purpose is told to a client.
+an error that nobody raised on purpose is told to a client, not even where one of ours wraps it: the log has that, under
+the request's id.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -31,9 +33,12 @@ from asyncllm.errors import (
     ModelLoadError,
     RequestError,
     RequestFailed,
+    SamplingFailed,
 )
 from asyncllm.params import SamplingParams
 from asyncllm.structured import StructuredOutput
+
+logger = logging.getLogger("asyncllm.api")
 
 
 class ApiError(Exception):
@@ -68,6 +73,7 @@ class _Answer:
     status: int
     code: str | None = None
     retry_after: int | None = None
+    text: str | None = None  # in place of the error's own, which may hold what is the server's
 
 
 ANSWERS: Mapping[type[AsyncLLMError], _Answer] = {
@@ -76,17 +82,18 @@ ANSWERS: Mapping[type[AsyncLLMError], _Answer] = {
     ChatTemplateError: _Answer(400, "chat_template"),
     ContextLengthError: _Answer(400, "context_length_exceeded"),
     DuplicateRequestError: _Answer(409, "duplicate_request_id"),
-    RequestFailed: _Answer(500, "request_failed"),
+    RequestFailed: _Answer(500, "request_failed", text="The request failed."),
+    SamplingFailed: _Answer(500, "sampling_failed"),
     RequestError: _Answer(400),
     EngineNotStarted: _Answer(503, "engine_not_started", retry_after=1),
     EngineClosed: _Answer(503, "engine_closed", retry_after=1),
-    EngineCrashed: _Answer(503, "engine_crashed", retry_after=1),
-    EngineDead: _Answer(503, "engine_dead"),
+    EngineCrashed: _Answer(503, "engine_crashed", retry_after=1, text="The engine's process has died; another starts."),
+    EngineDead: _Answer(503, "engine_dead", text="The engine has died."),
     EngineForked: _Answer(503, "engine_forked"),
     EngineError: _Answer(503, "engine"),
     DependencyError: _Answer(501, "not_installed"),
-    ConfigError: _Answer(500, "configuration"),
-    ModelLoadError: _Answer(503, "model_load"),
+    ConfigError: _Answer(500, "configuration", text="A setting of the server cannot work."),
+    ModelLoadError: _Answer(503, "model_load", text="The model cannot be loaded."),
     AsyncLLMError: _Answer(500),
 }
 """An error without a line of its own has its nearest ancestor's."""
@@ -109,21 +116,25 @@ _TYPES = {
 _ANTHROPIC_TYPES = {**_TYPES, 404: "not_found_error", 409: "invalid_request_error", 501: "invalid_request_error"}
 
 
-def api_error(error: BaseException) -> ApiError | None:
-    """What a client is told of an error; None for one that nobody raised on purpose."""
+_INTERNAL = _Answer(500, "internal_error", text="The server had an error of its own.")
+
+
+def api_error(error: BaseException, request_id: str) -> ApiError:
+    """What a client is told of an error. What it is not told goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
         return _validation(error)
+    answer, text = _INTERNAL, str(error)
     if isinstance(error, AsyncLLMError):
         answer = next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
-        param = _named_field(str(error)) if isinstance(error, InvalidParamsError) else None
-        retry = {} if answer.retry_after is None else {"retry-after": str(answer.retry_after)}
-        return ApiError(answer.status, str(error), param=param, code=answer.code, headers=retry)
-    return None
-
-
-INTERNAL = ApiError(500, "The server had an error of its own; its log has the details.", code="internal_error")
+    if answer.text is not None:
+        text = f"{answer.text} The server's log has the details, under request {request_id}."
+        told_already = isinstance(error, EngineError)  # by the engine, with all that led to it
+        logger.error("request %s failed: %r", request_id, error, exc_info=None if told_already else error)
+    param = _named_field(text) if isinstance(error, InvalidParamsError) else None
+    retry = {} if answer.retry_after is None else {"retry-after": str(answer.retry_after)}
+    return ApiError(answer.status, text, param=param, code=answer.code, headers=retry)
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:

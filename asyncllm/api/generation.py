@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from asyncllm.api.admission import Ticket
-from asyncllm.api.errors import INTERNAL, ApiError, api_error
+from asyncllm.api.errors import ApiError, api_error
 from asyncllm.api.exchange import Events, Reply, event_reply
 from asyncllm.api.serving import Serving, all_of
 from asyncllm.engine.async_engine import TokenStream
 from asyncllm.results import Completion, FinishReason, TokenDelta
-
-logger = logging.getLogger("asyncllm.api")
 
 
 class Generation:
     """The streams of one request: their place in the queue, their metrics, and what is given back at the end."""
 
     def __init__(
-        self, serving: Serving, streams: Sequence[TokenStream], ticket: Ticket, *, server_limits: bool
+        self, serving: Serving, streams: Sequence[TokenStream], ticket: Ticket, *, request_id: str, server_limits: bool
     ) -> None:
-        """`server_limits`: it is the server's timeout that their deadline stands for."""
+        """`request_id`: what the log calls the request. `server_limits`: it is the server's timeout that their deadline
+        stands for."""
         self.streams = streams
         self._ticket = ticket
+        self._request_id = request_id
         self._server_limits = server_limits
         self._observations = [serving.metrics.request() for _ in streams]
         self._open = set(range(len(streams)))  # positions of those that were not seen to end
@@ -70,6 +69,10 @@ class Generation:
         if delta.finish_reason is not None:
             self._seen_last(delta, position)
 
+    def failure(self, error: Exception) -> ApiError:
+        """What a client is told when a stream fails; the log gets what it is not told."""
+        return api_error(error, self._request_id)
+
     def counter(self, position: int) -> Callable[[int], None]:
         """Counts tokens that leave, in place of `seen`, where they are not the last ones of their choice."""
         return self._observations[position].tokens
@@ -90,11 +93,3 @@ class Generation:
         for position in self._open:
             self._observations[position].end(None, None, FinishReason.ABORT)
         self._open.clear()
-
-
-def failure(error: Exception) -> ApiError:
-    """What a client is told when a stream fails; the log gets what it is not told."""
-    told = api_error(error)
-    if told is None:
-        logger.error("a stream failed", exc_info=error)
-    return told or INTERNAL

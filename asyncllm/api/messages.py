@@ -9,7 +9,7 @@ from asyncllm.api.answers import Answer
 from asyncllm.api.chat_job import ChatJob, Tools, chat_job, make_tools
 from asyncllm.api.errors import InvalidRequest, anthropic_body
 from asyncllm.api.exchange import Reply, json_reply
-from asyncllm.api.generation import Generation, failure
+from asyncllm.api.generation import Generation
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.message_writer import MessageWriter
 from asyncllm.api.protocol.messages import CountRequest, MessageBlock, MessageParam, MessagesRequest
@@ -37,7 +37,7 @@ async def create_message(serving: Serving, call: Call) -> Reply:
             "usage": {},
         }
     )
-    generation = job.generation(serving)
+    generation = job.generation(serving, call)
     if not body.stream:
         (done,) = await generation.completions()
         make_answer = await job.answer_maker(serving, done.prompt_token_ids)
@@ -156,6 +156,6 @@ def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> To
         return text
 
     def fail(error: Exception) -> str:
-        return named("error", anthropic_body(failure(error)))
+        return named("error", anthropic_body(generation.failure(error)))
 
     return TokenEvents(generation, render, fail, first=writer.begin(len(generation.streams[0].prompt_token_ids)))

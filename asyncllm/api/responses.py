@@ -12,7 +12,7 @@ from asyncllm.api.answers import Answer
 from asyncllm.api.chat_job import ChatJob, chat_job
 from asyncllm.api.errors import ApiError, InvalidRequest
 from asyncllm.api.exchange import Reply, json_reply
-from asyncllm.api.generation import Generation, failure
+from asyncllm.api.generation import Generation
 from asyncllm.api.parameters import structured_output
 from asyncllm.api.protocol.fields import JsonSchemaFormat, ResponseFormat
 from asyncllm.api.protocol.responses import ResponseRequest
@@ -38,7 +38,7 @@ class _Job:
 async def create_response(serving: Serving, call: Call) -> Reply:
     """Make a response, at once or as a stream."""
     job = await _job(serving, call)
-    generation = job.chat.generation(serving)
+    generation = job.chat.generation(serving, call)
     if not job.body.stream:
         (done,) = await generation.completions()
         return json_reply(await _collected(serving, call, job, done))
@@ -173,7 +173,7 @@ def _events(serving: Serving, call: Call, job: _Job, generation: Generation, ans
         return ended
 
     def fail(error: Exception) -> str:
-        told = failure(error)
+        told = generation.failure(error)
         return writer.fail(told.code or "server_error", told.message)
 
     return TokenEvents(generation, render, fail, first=writer.begin(), last=last)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from asyncllm.api.cors import Cors
-from asyncllm.api.errors import INTERNAL, ApiError, InvalidRequest, anthropic_body, api_error, openai_body
+from asyncllm.api.errors import ApiError, InvalidRequest, anthropic_body, api_error, openai_body
 from asyncllm.api.exchange import BodyTooLarge, BodyUnreadable, Disconnected, Head, ReadBody, Reply, json_reply
 from asyncllm.api.identifiers import identifier
 from asyncllm.api.keys import ApiKeys
@@ -155,10 +155,7 @@ _KNOWN: dict[type[BaseModel], frozenset[str]] = {}
 
 
 def _error_reply(error: Exception, style: Style, request_id: str) -> Reply:
-    told = api_error(error)
-    if told is None:
-        logger.error("request %s failed", request_id, exc_info=error)
-        told = INTERNAL
+    told = api_error(error, request_id)
     body: Mapping[str, Any] = anthropic_body(told) if style is Style.ANTHROPIC else openai_body(told)
     reply = json_reply(body, told.status)
     reply.headers.update(told.headers)

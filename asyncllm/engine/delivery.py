@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from asyncllm.engine.live_requests import Branch, LiveRequests, Request, clock
 from asyncllm.engine.scheduling.reports import Ended, StepTokens
 from asyncllm.engine.scheduling.scheduler import Scheduler
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import RequestFailed, SamplingFailed
 from asyncllm.results import FinishReason
 
 
 class Delivery:
-    """Ends the requests whose stop string has come. `fail` ends one whose tokens cannot be turned into text."""
+    """Ends the requests whose stop string has come. `fail` ends one whose tokens cannot be turned into text, or that no
+    token could be sampled for."""
 
     def __init__(
         self, scheduler: Scheduler, live: LiveRequests, fail: Callable[[Request, RequestFailed], object]
@@ -53,11 +54,13 @@ class Delivery:
             self._routes = self._route(tokens.requests)
         self._live.take_scores(tokens)
         self._hand_out(self._routes, tokens.token_ids)
+        self._tell_unsampled(tokens)
 
     def deliver_late(self, tokens: StepTokens) -> None:
         """The late tokens of a step, in their turn."""
         self._live.take_scores(tokens)
         self._hand_out(self._route(tokens.requests), tokens.token_ids)
+        self._tell_unsampled(tokens)
 
     def deliver_forced(self, branch: Branch, token_ids: Sequence[int]) -> None:
         """Tokens of one branch that no step has sampled."""
@@ -65,6 +68,10 @@ class Delivery:
             if branch.stop_reason is not None:
                 break
             self._hand_out(self._route((branch.id,)), (token_id,))
+
+    def _tell_unsampled(self, tokens: StepTokens) -> None:
+        for branch in tokens.unsampled:
+            self._fail(self._live[branch].request, SamplingFailed())
 
     def rest(self) -> None:
         """No step is in flight: keep nothing of the last one."""

@@ -16,7 +16,7 @@ import numpy as np
 from asyncllm.engine.hook_place import HookPlace
 from asyncllm.engine.plan import Adjustment, Float32Array, RowLogits, RowSampling
 from asyncllm.engine.row_logits import adjusted_logits
-from asyncllm.errors import HookFailed
+from asyncllm.errors import HookFailed, SamplingFailed
 from asyncllm.params import LogitsProcessor, OnToken
 
 _LARGEST = np.finfo(np.float32).max
@@ -111,6 +111,9 @@ class HookDriver:
 
     async def _processed(self, said: _Said, logits: Float32Array) -> Adjustment:
         values = adjusted_logits(logits, self._sampling, said.token_ids, self._prompt_tokens, said.adjustment)
+        values[np.isnan(values)] = -np.inf  # as the sampler has it
+        if not (values > -np.inf).any():
+            raise SamplingFailed
         for processor in self._hooks.processors:
             returned = await self._call("logits_processors", processor, list(said.token_ids), values)
             if returned is not None:

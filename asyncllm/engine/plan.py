@@ -21,6 +21,11 @@ NULL_BLOCK = 0
 """The block that stands where nothing may be read: never allocated, never counted in `blocks_total`."""
 
 
+NO_TOKEN = -1
+"""In place of the token of a row none of whose logits is above -infinity, so that nothing can be sampled: bans leave
+nothing, or the model has computed no numbers, which count as -infinity. The row goes on with token 0 until it ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that keep the same part of the history, and so share one block table per request.
@@ -213,7 +218,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """The tokens of a step's late samples. `token_ids[i]` belongs to `late.rows[i]` of *its own* plan."""
+    """The tokens of a step's late samples. `token_ids[i]`, or `NO_TOKEN`, is of `late.rows[i]` of *its own* plan."""
 
     step: int
     token_ids: Int32Array  # [l]
@@ -264,7 +269,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step. `token_ids[i]` belongs to the i-th sampled row of *its own* plan."""
+    """What came of a step. `token_ids[i]`, or `NO_TOKEN`, is of the i-th sampled row of *its own* plan."""
 
     step: int
     token_ids: Int32Array  # [plan.num_sampled]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from asyncllm.kernels.language import (
+    GLUON_AVAILABLE,
     await_previous,
     constexpr,
     jit,
@@ -47,6 +48,9 @@ _NEVER_SPLIT = 1 << 24
 _WAVES = 16
 """Units that every multiprocessor gets in turn, where tiles are long: the last ones are then of a size."""
 
+_MANY_TOKENS = 64
+"""Steps of so many tokens have small tiles by the hundred."""
+
 _LEAST_MATES = 2
 """Sequences that a shared tile has room for, at least."""
 
@@ -70,8 +74,11 @@ class Tiling:
     descriptors: bool  # read whole blocks of keys through tensor descriptors; then block_size % keys == 0
     whole_blocks: int = 0  # a tile of no more blocks than this is not split
     shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
+    shared_least: int | None = None  # in place of `least_blocks`, of a shared tile's parts
     shared_stages: int = 2
     uniform: bool = False  # one loop for all keys, so that a row's numbers do not depend on its tile
+    many: Tiling | None = None  # of the small tiling: in its place in steps of many tokens; it has as many rows
+    programs: int = 0  # of a large tiling: so many attend the units in turn (`specialized_attention`); 0: one a unit
 
     def most_parts(self, *, small: bool) -> int:
         """By how much the units, a KV head, can exceed the tiles; parts of split tiles are under twice as many."""
@@ -126,9 +133,14 @@ class AttentionPlan:
     partial: torch.Tensor  # float32, outputs of the parts of split tiles
     statistics: torch.Tensor  # float32, their maxima and sums
     arrivals: torch.Tensor  # int32, parts done of each split tile; zero between launches
+    progress: torch.Tensor  # [2] int32: large units handed out, and programs done; zero between launches
     prefixes: torch.Tensor  # [7, sequences] int32: what is known of each one's common prefix
     members: torch.Tensor  # [sequences, MEMBER_FIELDS] int32: those of the shared tiles, tile by tile
     compared: torch.Tensor  # [1] int32, sequences compared; zero between launches
+
+    def small_of(self, tokens: int) -> Tiling:
+        """The small tiling of a step of up to `tokens` tokens."""
+        return self.small.many if self.small.many is not None and tokens >= _MANY_TOKENS else self.small
 
     @property
     def mates(self) -> int:
@@ -138,7 +150,7 @@ class AttentionPlan:
     def units(self, tiling: Tiling, tokens: int) -> int:
         """The most units of one list that a step of `tokens` tokens can have."""
         most = min(tokens, self.max_sequences)
-        if tiling is self.small:
+        if tiling is not self.large:
             if not tiling.rows:
                 return 0
             if most == 1:
@@ -162,13 +174,19 @@ class Sequences:
 
 
 def default_tilings(
-    shape: AttentionShape, dtype: torch.dtype, *, multiprocessors: int, descriptors: bool, deterministic: bool = False
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    *,
+    multiprocessors: int,
+    descriptors: bool,
+    specialized: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Tiling, Tiling]:
     """The small and the large tiling that suit an H200, for a device with so many multiprocessors.
 
     `dtype` is the cache's. `descriptors` says whether the device has a tensor memory accelerator (compute capability
-    9.0 and later). `deterministic`: what a query row gives depends on its own keys alone. So all rows have tiles of one
-    size, and no tile is split.
+    9.0 and later), `specialized` whether `specialized_attention` runs on it (9.0 alone). `deterministic`: what a query
+    row gives depends on its own keys alone. So all rows have tiles of one size, and no tile is split.
     """
     dim = next_power_of_2(shape.head_dim)
     wide = dim * dtype.itemsize > 256  # bytes of a key
@@ -188,6 +206,20 @@ def default_tilings(
         shared_rows=32,
         shared_stages=1 if exact else 2,
     )
+    if small.descriptors and rows == 16 and dim == 128 and not exact:
+        # Eight programs of one warp on each multiprocessor: all of 128 rows' tiles run at once, where three of two
+        # warps would begin, wait for their first keys and end in step, three times. Each has 16 kB on the way. As all
+        # go at one pace, shared parts are short, to end first: then each row merges its own.
+        many = replace(
+            small,
+            keys=32,
+            warps=1,
+            stages=2 if dtype.itemsize == 2 else 3,
+            least_blocks=640 // 32,
+            whole_blocks=320 // 32,
+            shared_least=320 // 32,
+        )
+        small = replace(small, many=many)
     keys = 32 if exact else 64
     large = Tiling(
         rows=32 if exact else 64,
@@ -199,7 +231,11 @@ def default_tilings(
         descriptors=descriptors and shape.block_size % keys == 0,
     )
     if deterministic:
-        return replace(small, rows=0, shared_rows=0), replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
+        none = replace(small, rows=0, shared_rows=0, many=None)
+        return none, replace(large, uniform=True, share=1, least_blocks=_NEVER_SPLIT)
+    two_bytes = dtype in (torch.bfloat16, torch.float16)
+    if specialized and two_bytes and shape.window is None and shape.block_size == 64 and shape.head_dim in (64, 128):
+        large = replace(large, rows=128, keys=128, least_blocks=4, programs=multiprocessors)
     return small, large
 
 
@@ -220,12 +256,18 @@ def make_attention_plan(
     without a window: the others read no more than a window of them.
     """
     if tilings is None:
-        multiprocessors, descriptors = 1, True
+        multiprocessors, descriptors, specialized = 1, True, False
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             multiprocessors, descriptors = properties.multi_processor_count, properties.major >= 9
+            specialized = GLUON_AVAILABLE and properties.major == 9
         tilings = default_tilings(
-            shape, dtype, multiprocessors=multiprocessors, descriptors=descriptors, deterministic=deterministic
+            shape,
+            dtype,
+            multiprocessors=multiprocessors,
+            descriptors=descriptors,
+            specialized=specialized,
+            deterministic=deterministic,
         )
     small, large = tilings
     shares = least_shared is not None and shape.window is None and max_sequences > 1
@@ -258,7 +300,9 @@ def make_attention_plan(
             lines * shape.kv_heads * next_power_of_2(shape.head_dim), dtype=torch.float32, device=device
         ),
         statistics=torch.empty(2 * lines * shape.kv_heads, dtype=torch.float32, device=device),
-        arrivals=zeros(max(max_sequences, 2 * large.most_parts(small=False)) * shape.kv_heads),
+        # a specialised program counts the parts of either half of a tile
+        arrivals=zeros(max(max_sequences, 4 * large.most_parts(small=False)) * shape.kv_heads),
+        progress=zeros(2),
         prefixes=zeros(7, sequences),
         members=zeros(sequences, MEMBER_FIELDS),
         compared=zeros(1),
@@ -420,6 +464,7 @@ def _plan_kernel(
     SMALL_KEYS: tl.constexpr,
     SMALL_SHARE: tl.constexpr,
     SMALL_LEAST: tl.constexpr,
+    SHARED_LEAST: tl.constexpr,
     SMALL_WHOLE: tl.constexpr,
     SMALL_WAVES: tl.constexpr,
     LARGE_ROWS: tl.constexpr,
@@ -445,13 +490,13 @@ def _plan_kernel(
     if SMALL_ROWS:
         _plan_list(
             small_units, totals, prefixes, members, rows, me, others, starts, tl.where(is_small, packed, 0), contexts,
-            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SMALL_WHOLE, SMALL_WAVES,
-            MATES, True, SEQUENCES, FIELDS, MEMBER_FIELDS,
+            small_room, GROUP, WINDOW, SMALL_ROWS, SMALL_KEYS, SMALL_SHARE, SMALL_LEAST, SHARED_LEAST, SMALL_WHOLE,
+            SMALL_WAVES, MATES, True, SEQUENCES, FIELDS, MEMBER_FIELDS,
         )  # fmt: skip
     _plan_list(
         large_units, totals + 1, prefixes, members, rows, me, others, starts, tl.where(is_small, 0, packed), contexts,
-        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, 0, 0, 0, False, SEQUENCES,
-        FIELDS, MEMBER_FIELDS,
+        large_room, GROUP, WINDOW, LARGE_ROWS, LARGE_KEYS, LARGE_SHARE, LARGE_LEAST, LARGE_LEAST, 0, 0, 0, False,
+        SEQUENCES, FIELDS, MEMBER_FIELDS,
     )  # fmt: skip
 
 
@@ -474,6 +519,7 @@ def _plan_list(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
     LEAST: tl.constexpr,
+    SHARED_LEAST: tl.constexpr,
     WHOLE: tl.constexpr,
     WAVES: tl.constexpr,
     MATES: tl.constexpr,
@@ -496,10 +542,10 @@ def _plan_list(
         places = tl.load(prefixes + _PLACES * SEQUENCES + others, mask=shared > 0, other=0)
         shared_tiles = ((shared > 0) & (ranks % MATES == 0)).to(tl.int32)
         blocks -= shared
-    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, many
-    # finer, where lengths differ: a long part would still run when the others are done. Small ones: see `Tiling.room`.
+    # A part has about `most` blocks. Few large tiles are cut into as many parts as there are multiprocessors, more of
+    # them finer: a long part would still run when the others are done. Small ones: see `Tiling.room`.
     num_tiles = tl.sum(tiles + shared_tiles, axis=0)
-    least = LEAST
+    least, shared_least = LEAST, SHARED_LEAST
     whole = 0
     if SMALL:
         few = num_tiles <= 2
@@ -508,17 +554,21 @@ def _plan_list(
         target = tl.maximum(target, tl.maximum(num_tiles + 2 * SHARE, 3 * SHARE))
         share = tl.where(few, 2 * SHARE, tl.maximum(tl.minimum(target, room) - num_tiles, 1))
         least = tl.where(num_tiles > SHARE, LEAST, 1)
+        shared_least = tl.where(num_tiles > SHARE, SHARED_LEAST, 1)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
     else:
-        share = SHARE + 2 * tl.minimum(tl.maximum(num_tiles - SHARE, 0), SHARE)
-    most = tl.maximum(tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share), least)
-    # With W = sum of tiles · blocks, most >= W / share: so the parts are at most `share` more than the tiles, and those
+        share = tl.where(num_tiles > SHARE, 3 * SHARE, SHARE)
+    even = tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share)
+    most = tl.maximum(even, least)
+    shared_most = tl.maximum(even, shared_least)
+    # With W = sum of tiles · blocks, both >= W / share: so the parts are at most `share` more than the tiles, and those
     # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.
     up: tl.constexpr = 3 if SMALL else 2  # quarters
     splits = tl.where(blocks > whole, tl.maximum((4 * blocks + up * most) // (4 * most), 1), 1)
     splits = tl.where(packed > 0, splits, 0)
     counts = tiles * splits
-    shared_splits = tl.where(shared > 0, tl.maximum((4 * shared + up * most) // (4 * most), 1), 0)
+    shared_splits = tl.maximum((4 * shared + up * shared_most) // (4 * shared_most), 1)
+    shared_splits = tl.where(shared > 0, shared_splits, 0)
     shared_counts = shared_tiles * shared_splits
     num_shared = tl.sum(shared_counts, axis=0)
     if me == 0:
@@ -625,7 +675,7 @@ def plan_attention(
     Common prefixes are looked for in `block_table` [rows, most blocks] int32, dense, where given: that of all layers
     which use the plan.
     """
-    shape, small, large = plan.shape, plan.small, plan.large
+    shape, small, large = plan.shape, plan.small_of(tokens), plan.large
     programs = min(tokens, plan.max_sequences)
     device = sequences.rows.device
     lanes = plan.prefixes.shape[1]
@@ -668,6 +718,7 @@ def plan_attention(
         SMALL_KEYS=small.keys,
         SMALL_SHARE=small.share,
         SMALL_LEAST=small.least_blocks,
+        SHARED_LEAST=small.least_blocks if small.shared_least is None else small.shared_least,
         SMALL_WHOLE=small.whole_blocks,
         SMALL_WAVES=_WAVES,
         LARGE_ROWS=large.rows,

@@ -35,8 +35,13 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError:  # then nothing here is used
     JITFunction = ASTSource = TensorDescriptor = object
+try:
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+except ImportError:  # an older Triton
+    GluonASTSource = GluonDescriptor = object
 
-__all__ = ["Compilation", "CompiledKernel", "Compiler", "compiling", "load_kernel", "run_job"]
+__all__ = ["Compilation", "CompiledGluonKernel", "CompiledKernel", "Compiler", "compiling", "load_kernel", "run_job"]
 
 logger = logging.getLogger("asyncllm")
 
@@ -171,11 +176,29 @@ class CompiledKernel(JITFunction):  # type: ignore[misc]  # triton is untyped
         return None  # there is nothing to launch
 
 
+class _GluonSource(_Source, GluonASTSource):  # type: ignore[misc]  # triton is untyped
+    """What is compiled of Gluon, Triton's lower language."""
+
+
+class CompiledGluonKernel(CompiledKernel):
+    """A kernel written in Gluon."""
+
+    def create_binder(self) -> Any:
+        """As Triton's, and sets what it is compiled by."""
+        binder = super().create_binder()
+        self.ASTSource = _GluonSource
+        return binder
+
+    def is_gluon(self) -> bool:
+        """As Gluon's."""
+        return True
+
+
 def _kind(value: Any) -> Any:
     """What a kernel is compiled for of an argument, or more than that."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
         return value.base.dtype, *value.block_shape
     return value
 
@@ -301,7 +324,9 @@ def _run(job: _Job) -> _Answer:
     times: list[Any] = []
     triton.knobs.cache.dir = job.cache_folder
     triton.knobs.compilation.listener = lambda **told: times.append(told["times"])
-    source = _Source(getattr(import_module(job.module), job.kernel), job.signature, job.constants, job.attributes)
+    function = getattr(import_module(job.module), job.kernel)
+    kind = _GluonSource if isinstance(function, CompiledGluonKernel) else _Source
+    source = kind(function, job.signature, job.constants, job.attributes)
     kernel = triton.compile(source, target=job.target, options=job.options)
     # Triton 3.6 has a C compiler make a launcher of each kernel, kept in the same cache. That needs libcuda.
     with suppress(Exception):

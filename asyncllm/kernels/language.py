@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncllm.kernels.compilation import CompiledKernel
+from asyncllm.kernels.compilation import CompiledGluonKernel, CompiledKernel
 
 try:
     import triton
@@ -28,17 +28,44 @@ else:
     constexpr = tl.constexpr
 """Makes a number of a module known to its kernels."""
 
+load_block: Any = None
+barrier: Any = None
+try:
+    if not TRITON_AVAILABLE or triton.knobs.runtime.interpret:
+        raise ImportError("Gluon has no interpreter")
+    if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 6]:
+        raise ImportError("Gluon was another language")
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+except ImportError:
+    GLUON_AVAILABLE = False
+    gl = hopper = GluonDescriptor = None
+else:
+    GLUON_AVAILABLE = True
+    # their names in newer versions, and before
+    load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Whether kernels of `gluon_jit` can be launched."""
+
 __all__ = [
+    "GLUON_AVAILABLE",
     "SHARED_FIRST",
     "TRITON_AVAILABLE",
+    "GluonDescriptor",
     "Kernel",
     "TensorDescriptor",
     "await_previous",
+    "barrier",
     "ceil_div",
     "constexpr",
+    "gl",
+    "gluon_jit",
+    "hopper",
     "jit",
     "jit_unspecialized",
     "launch_next",
+    "load_block",
     "next_power_of_2",
     "overlap_options",
     "tl",
@@ -82,6 +109,12 @@ def jit_unspecialized(*names: str) -> Callable[[Callable[..., Any]], Kernel]:
         return kernel
 
     return decorate
+
+
+def gluon_jit(function: Callable[..., Any]) -> Kernel:
+    """As `jit`, for a kernel in Gluon, Triton's lower language; where that is missing, a placeholder."""
+    kernel: Kernel = CompiledGluonKernel(function) if GLUON_AVAILABLE else _Missing(function.__qualname__)
+    return kernel
 
 
 SHARED_FIRST = 100

@@ -376,6 +376,8 @@ def _token_count_kernel(
     if ((duty & _COUNTS) == 0) | ((duty & SKIP) != 0) | (position < tl.load(counted + row)):
         return
     token = tl.load(token_ids + index)
+    if token < 0:  # none was drawn
+        return
     count = tl.load(num_seen + row)
     seen += row.to(tl.int64) * MOST_SEEN
     seen_counts += row.to(tl.int64) * MOST_SEEN
@@ -395,8 +397,8 @@ def _token_count_kernel(
 
 
 def count_tokens(adjustments: RowAdjustments, token_ids: torch.Tensor, where: LogitRows, *, skip: int = 0) -> None:
-    """The first num_rows rows have token_ids [n] int32 in their output, at these positions. A position that
-    a row has counted is not counted again. A row is there once at most. Rows with a duty among `skip` are left out."""
+    """The first num_rows rows have token_ids [n] int32 in their output, at these positions. `NO_TOKEN` is not
+    counted, nor a position twice. A row is there once at most. Rows with a duty among `skip` are left out."""
     if len(token_ids):
         _token_count_kernel[(len(token_ids),)](
             token_ids,
@@ -422,7 +424,7 @@ def count_tokens_reference(
     duties, num_seen, counted = (adjustments.integers(name) for name in ("duties", "num_seen", "counted"))
     for i in range(int(where.num_rows)):
         row, token_id, position = int(where.rows[i]), int(token_ids[i]), int(where.positions[i])
-        if not int(duties[row]) & COUNTS or int(duties[row]) & skip or position < int(counted[row]):
+        if not int(duties[row]) & COUNTS or int(duties[row]) & skip or position < int(counted[row]) or token_id < 0:
             continue
         count = int(num_seen[row])
         known = adjustments.seen[row, :count].tolist()

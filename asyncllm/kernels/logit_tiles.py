@@ -15,6 +15,7 @@ import torch
 from asyncllm.kernels.language import (
     await_previous,
     ceil_div,
+    constexpr,
     jit,
     jit_unspecialized,
     launch_next,
@@ -22,7 +23,7 @@ from asyncllm.kernels.language import (
     overlap_options,
     tl,
 )
-from asyncllm.kernels.sampled_rows import TILE, AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
+from asyncllm.kernels.sampled_rows import NO_TOKEN, TILE, AdjustedLogits, LogitRows, RowSettings, SamplingWorkspace
 from asyncllm.kernels.thresholds import largest_threshold
 from asyncllm.kernels.uniform_draw import uniform_draw
 
@@ -30,10 +31,12 @@ from asyncllm.kernels.uniform_draw import uniform_draw
 _AT_ONCE = 32  # tiles of a program
 _WARPS = 4
 
+_NO_TOKEN = constexpr(NO_TOKEN)
+
 
 @jit
 def clean(x: tl.tensor) -> tl.tensor:
-    """float32, not-a-number as -infinity, and no +infinity: so a broken row still yields some id."""
+    """float32, not-a-number as -infinity, and no +infinity, which is as large as a number can be."""
     # of a number and not-a-number, both operations give the number
     return tl.minimum(tl.maximum(x.to(tl.float32), float("-inf")), 3.4028234663852886e38)
 
@@ -220,7 +223,7 @@ def draw_unfiltered(
     TILES_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The token of a row without filters, or of a greedy one."""
+    """The token of a row without filters, or of a greedy one; or none."""
     if temperature <= 0.0:
         token = most_likely(source, adjusted, is_adjusted, tile_maxima, ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE)
     else:
@@ -231,7 +234,7 @@ def draw_unfiltered(
             source, adjusted, is_adjusted, weights, highest, float("-inf"), uniform, temperature,
             ADJUSTED, VOCABULARY, TILES_PAD, TILE,
         )  # fmt: skip
-    return tl.minimum(token, VOCABULARY - 1)
+    return tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), _NO_TOKEN, tl.minimum(token, VOCABULARY - 1))
 
 
 @jit_unspecialized("most_suppressed")
@@ -329,7 +332,7 @@ def _sum_tiles_kernel(
             ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
         )  # fmt: skip
         tl.store(token_ids + index, token)
-        tl.store(row_token_ids + row, token)
+        tl.store(row_token_ids + row, tl.maximum(token, 0))
 
 
 def sum_tiles(

@@ -25,6 +25,7 @@ from asyncllm.kernels.language import (
     overlap_options,
     tl,
 )
+from asyncllm.kernels.specialized_attention import specialized_attention
 
 
 @jit
@@ -189,13 +190,19 @@ def _attend_shared_tile(
     is_last = (mate < mates) & (arrived == missing)
     tl.debug_barrier()
     tl.store(counter, 0, mask=is_last)
-    for i in range(0, mates):
-        if tl.sum((is_last & (mate == i)).to(tl.int32), axis=0) > 0:
-            member = members + (start + i) * MEMBER_FIELDS
+    if tl.sum(is_last.to(tl.int32), axis=0) > 0:
+        # all of them at once: one after the other, each would wait for its own loads
+        for first_line in range(0, packed, MERGE_LINES):
+            line = first_line + tl.arange(0, MERGE_LINES)
+            ready = tl.sum((is_last[None, :] & (mate[None, :] == line[:, None] // GROUP)).to(tl.int32), axis=1) > 0
+            member = members + (start + line // GROUP) * MEMBER_FIELDS
+            its_token = tl.load(member, mask=ready, other=0)
+            own_line = tl.load(member + 1, mask=ready, other=0) + line % GROUP
+            splits = tl.load(member + 2, mask=ready, other=0)
             _merge(
-                output, partial, statistics, sinks, 0, GROUP, tl.load(member), head, tl.load(member + 1), GROUP,
-                tl.load(member + 2), shared_line + i * GROUP, packed, shared_parts, KV_HEADS, GROUP, DIM, DIM_PAD,
-                SINKS, MERGE_LINES, MERGE_PARTS,
+                output, partial, statistics, sinks, line % GROUP, tl.where(ready, GROUP, 0), its_token, head,
+                own_line, GROUP, splits, shared_line + line, packed, shared_parts, KV_HEADS, GROUP, DIM, DIM_PAD, SINKS,
+                MERGE_LINES, MERGE_PARTS,
             )  # fmt: skip
 
 
@@ -309,11 +316,14 @@ def _attend_tile(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if arrived == splits + shared_parts - 1:
             tl.store(counter, 0)
-            _merge(
-                output, partial, statistics, sinks, first_row, tl.minimum(first_row + ROWS, packed), start, head,
-                line, stride, splits, shared_line, shared_stride, shared_parts, KV_HEADS, GROUP, DIM, DIM_PAD,
-                SINKS, MERGE_LINES, MERGE_PARTS,
-            )  # fmt: skip
+            for first_line in range(0, tl.minimum(ROWS, packed - first_row), MERGE_LINES):
+                lines = first_line + tl.arange(0, MERGE_LINES)
+                same = tl.zeros([MERGE_LINES], tl.int32)
+                _merge(
+                    output, partial, statistics, sinks, first_row + lines, tl.minimum(first_row + ROWS, packed), start,
+                    head, line + lines, stride, splits + same, shared_line + lines, shared_stride, shared_parts,
+                    KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, MERGE_LINES, MERGE_PARTS,
+                )  # fmt: skip
 
 
 @jit
@@ -468,7 +478,7 @@ def _merge(
     partial: tl.tensor,
     statistics: tl.tensor,
     sinks: tl.tensor,
-    first_row: tl.tensor,
+    row: tl.tensor,
     row_end: tl.tensor,
     start: tl.tensor,
     head: tl.tensor,
@@ -486,38 +496,43 @@ def _merge(
     LINES: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Put the parts of a tile together, LINES rows and PARTS parts at a time: few registers, yet loads in flight."""
+    """Put the parts of LINES packed rows together, PARTS at a time: few registers, yet loads in flight.
+
+    Of each row, [LINES]: its number in its sequence, `line` and `shared_line` of its first parts, and how many parts
+    there are of its own keys (`splits`). `row_end` and `start` may be of each row or of all. Whoever merges a row gives
+    it the same bits.
+    """
     columns = tl.arange(0, DIM_PAD)
-    for first_line in range(0, row_end - first_row, LINES):
-        lines = first_line + tl.arange(0, LINES)
-        top = tl.full([LINES], float("-inf"), tl.float32)
-        weight = tl.zeros([LINES], tl.float32)
-        summed = tl.zeros([LINES, DIM_PAD], tl.float32)
-        for first_part in range(0, splits + shared_parts, PARTS):
-            parts = first_part + tl.arange(0, PARTS)
-            place = tl.where(parts < splits, line + parts * stride, shared_line + (parts - splits) * shared_stride)
-            index = (place[:, None] + lines[None, :]).to(tl.int64) * KV_HEADS + head  # [PARTS, LINES]
-            known = (parts < splits + shared_parts)[:, None] & (first_row + lines < row_end)[None, :]
-            # past the first-level cache, where another launch may have left older values
-            tops = tl.load(statistics + 2 * index, mask=known, other=float("-inf"), cache_modifier=".cg")
-            weights = tl.load(statistics + 2 * index + 1, mask=known, other=0.0, cache_modifier=".cg")
-            sums = tl.load(
-                partial + index[:, :, None] * DIM_PAD + columns[None, None, :],
-                mask=known[:, :, None] & (columns < DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_top = tl.maximum(top, tl.max(tops, axis=0))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            decay = tl.exp2(top - shift)
-            factors = tl.exp2(tops - shift[None, :])
-            weight = weight * decay + tl.sum(weights * factors, axis=0)
-            summed = summed * decay[:, None] + tl.sum(sums * factors[:, :, None], axis=0)
-            top = new_top
-        _finish(
-            output, summed, top, weight, sinks, first_row + lines, row_end, start, head,
-            KV_HEADS, GROUP, DIM, DIM_PAD, SINKS,
-        )  # fmt: skip
+    exists = row < row_end
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    weight = tl.zeros([LINES], tl.float32)
+    summed = tl.zeros([LINES, DIM_PAD], tl.float32)
+    most = tl.max(tl.where(exists, splits, -shared_parts), axis=0) + shared_parts
+    for first_part in range(0, most, PARTS):
+        parts = (first_part + tl.arange(0, PARTS))[:, None]
+        own, shared = line[None, :] + parts * stride, shared_line[None, :] + (parts - splits[None, :]) * shared_stride
+        index = tl.where(parts < splits[None, :], own, shared).to(tl.int64) * KV_HEADS + head  # [PARTS, LINES]
+        known = (parts < splits[None, :] + shared_parts) & exists[None, :]
+        # past the first-level cache, where another launch may have left older values
+        tops = tl.load(statistics + 2 * index, mask=known, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(statistics + 2 * index + 1, mask=known, other=0.0, cache_modifier=".cg")
+        sums = tl.load(
+            partial + index[:, :, None] * DIM_PAD + columns[None, None, :],
+            mask=known[:, :, None] & (columns < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp2(top - shift)
+        factors = tl.exp2(tops - shift[None, :])
+        # products rounded before they are added up: the compiler would fuse some, others in another place of the tile
+        weight = tl.fma(weight, decay, tl.sum(tl.fma(weights, factors, 0.0), axis=0))
+        summed = tl.fma(summed, decay[:, None], tl.sum(tl.fma(sums, factors[:, :, None], 0.0), axis=0))
+        top = new_top
+    _finish(
+        output, summed, top, weight, sinks, row, row_end, start, head, KV_HEADS, GROUP, DIM, DIM_PAD, SINKS
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -545,8 +560,13 @@ def paged_attention(
     """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for tiling in (plan.small, plan.large) if chunks or not plan.small.rows else (plan.small,):
-        if tiling.rows:
+    small = plan.small_of(query.shape[0])
+    for tiling in (small, plan.large) if chunks or not small.rows else (small,):
+        if tiling.programs:
+            specialized_attention(
+                output, query, cache, block_table, plan, scale=scale, soft_cap=soft_cap, sinks=sinks, overlap=overlap
+            )
+        elif tiling.rows:
             _launch_attention(output, query, cache, block_table, plan, tiling, scale, soft_cap, sinks, overlap)
     return output
 
@@ -563,12 +583,15 @@ def _launch_attention(
     sinks: torch.Tensor | None,
     overlap: bool,
 ) -> None:
-    shape, is_small = plan.shape, tiling is plan.small
+    shape, is_small = plan.shape, tiling is not plan.large
     _, blocks, kv_heads, block_size, dim = cache.shape
     padded = next_power_of_2(dim)
-    # what a program merges at once: enough to keep loads in flight, 64 numbers a thread
-    merge_lines = min(tiling.rows, next_power_of_2(shape.group) if is_small else 32)
-    merge_parts = max(1, min(64, 64 * 32 * tiling.warps // (merge_lines * padded)))
+    # what a program merges at once: enough to keep loads in flight, 64 numbers a thread; twice that where a shared tile
+    # merges rows of several sequences
+    merge_lines, numbers = min(tiling.rows, next_power_of_2(shape.group) if is_small else 32), 64
+    if is_small and plan.shared_rows:
+        merge_lines, numbers = max(8, merge_lines), 128
+    merge_parts = max(1, min(64, numbers * 32 * tiling.warps // (merge_lines * padded)))
     descriptor = cache
     if tiling.descriptors:
         descriptor = TensorDescriptor.from_tensor(cache.view(-1, dim), [tiling.keys, padded])

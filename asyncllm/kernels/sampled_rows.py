@@ -11,6 +11,9 @@ from asyncllm.kernels.language import ceil_div, next_power_of_2
 TILE = 256
 """Logits whose maximum and sum are known together. Measured on an H200, 256 rows of 151,936."""
 
+NO_TOKEN = -1
+"""In place of the token of a row none of whose logits is above -infinity; not-a-number counts as that."""
+
 ADJUSTS, FILTERS, MASKS, COUNTS, LATE = 1, 2, 4, 8, 16
 """Duties of a row: any of these has its logits spread out. `FILTERS`: see `rare_filters`; `LATE`: see `late_logits`;
 `MASKS` and `COUNTS` say what `logit_adjustment` has to look at."""

@@ -28,7 +28,16 @@ from asyncllm.kernels.logit_tiles import (
     sum_tiles,
     tile_weights,
 )
-from asyncllm.kernels.sampled_rows import FILTERS, TILE, AdjustedLogits, Draw, LogitRows, RowSettings, SamplingWorkspace
+from asyncllm.kernels.sampled_rows import (
+    FILTERS,
+    NO_TOKEN,
+    TILE,
+    AdjustedLogits,
+    Draw,
+    LogitRows,
+    RowSettings,
+    SamplingWorkspace,
+)
 from asyncllm.kernels.thresholds import largest_threshold
 from asyncllm.kernels.uniform_draw import philox4x32, uniform_draw
 from asyncllm.kernels.wide_rows import draw_wide_rows
@@ -40,7 +49,7 @@ _DRAW_REGISTERS = 168  # three programs fit on a multiprocessor, so that 256 row
 _FEW, _MOST = 512, 4096
 """Lengths of the list of logits that filters may keep: of a common row, and of a wide one."""
 
-_FILTERS = constexpr(FILTERS)
+_FILTERS, _NO_TOKEN = constexpr(FILTERS), constexpr(NO_TOKEN)
 
 
 def make_sampling_workspace(
@@ -239,10 +248,11 @@ def _draw_kernel(
                 candidates, candidate_ids, filled, low, highest, total, uniform, temperature, top_k, top_p, min_p,
                 VOCABULARY, FEW,
             )  # fmt: skip
+            token = tl.where(filled > 0, token, _NO_TOKEN)
         wide = (filled > FEW).to(tl.int32)
     tl.store(is_wide + index, wide)
     tl.store(token_ids + index, token)
-    tl.store(row_token_ids + row, token)
+    tl.store(row_token_ids + row, tl.maximum(token, 0))
 
 
 def sample(
@@ -259,9 +269,10 @@ def sample(
     """Sample a token for each of the first num_rows rows of logits; nothing waits for the host.
 
     logits [n, at least vocabulary], last dimension dense, any float type; logits of suppressed ids are overwritten with
-    -infinity. The token of logits i goes to token_ids[i] and row_token_ids[rows[i]], both int32. Rows with a duty are
-    read from `adjusted`, where suppressed ids are not suppressed once more. `filters=False` promises that no row uses
-    top-k, top-p or min-p.
+    -infinity. The token of logits i goes to token_ids[i] and row_token_ids[rows[i]], both int32; where none is above
+    -infinity, `NO_TOKEN` to the former, and 0, which a step can look up, to the latter. Rows with a duty are read from
+    `adjusted`, where suppressed ids are not suppressed once more. `filters=False` promises that no row uses top-k,
+    top-p or min-p.
     """
     if not len(logits):
         return
@@ -291,6 +302,9 @@ def sample_reference(logits: torch.Tensor, where: LogitRows, settings: RowSettin
         x = logits[i, : where.vocabulary].float().nan_to_num(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
         if position < settings.suppress_before[row]:
             x[settings.suppressed[row, : settings.num_suppressed[row]].long()] = -torch.inf
+        if not bool((x > -torch.inf).any()):
+            tokens.append(NO_TOKEN)
+            continue
         temperature = float(settings.temperature[row])
         if temperature == 0.0:
             tokens.append(int(torch.nonzero(x == x.max())[0]))

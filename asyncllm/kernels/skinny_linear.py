@@ -5,7 +5,8 @@ with a residual on the way out. One row is a matrix-vector product in registers,
 each keeps x and goes through its lines of W, with the next ones on their way. More rows go through the matrix units,
 with W on the side that has many lines. A small W is cut along its columns as well, so that every multiprocessor has a
 part; the parts are added in a fixed order by the program that comes last, or left to the kernel that comes next
-(`linear_parts`). Which tiling is fastest depends on the sizes: it is a parameter, `default_tiling` a good start.
+(`linear_parts`). On a Hopper GPU `specialized_linear` may take the tiles. Which tiling is fastest depends on the sizes:
+it is a parameter, `default_tiling` a good start.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from asyncllm.kernels.language import (
     overlap_options,
     tl,
 )
+from asyncllm.kernels.specialized_linear import LINES, can_specialize, specialized_linear
 
 MOST_ROWS = 256
 
@@ -55,6 +57,7 @@ class Tiling:
     stages: int = 1
     splits: int = 1
     rows: int = MOST_ROWS  # a power of two, at least 16
+    specialized: bool = False  # by `specialized_linear`, where that runs; `lines` are 64 or 128
 
     def rows_at_once(self, rows: int) -> int:
         """Of x with so many rows, as many as a program takes: they are filled up."""
@@ -460,6 +463,22 @@ def _launch_tiles(
     rows, inputs = x.shape
     outputs = output.shape[-1]
     at_once = tiling.rows_at_once(rows)
+    if tiling.specialized and (parts or tiling.splits == 1) and can_specialize(x):
+        specialized_linear(
+            output,
+            x,
+            weight,
+            bias,
+            groups=tiling.lines // LINES,
+            rows=at_once,
+            width=tiling.width,
+            stages=tiling.stages,
+            splits=tiling.splits,
+            activation=activation,
+            add=add,
+            parts=parts,
+        )
+        return
     tiles = ceil_div(outputs, tiling.lines) * ceil_div(rows, at_once)
     # tensor copies want lines of whole 16 bytes
     descriptors = _copies_tensors(x.device) and all(

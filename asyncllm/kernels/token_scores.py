@@ -167,7 +167,7 @@ def _named_kernel(
     place = tl.program_id(1)
     if (tl.load(tops + row) == 0) | (place > tl.load(num_named + row)):
         return
-    token = tl.load(token_ids + index)
+    token = tl.maximum(tl.load(token_ids + index), 0)  # where none was drawn, any
     if place > 0:
         token = tl.load(named + row * most + place - 1)
     factor = _factor(temperatures, row, PROCESSED)
@@ -285,7 +285,7 @@ def score_reference(
         top = asked - 1
         ring.top_ids[line, i, :top] = best.indices[:top].int().to(ring.top_ids.device)
         ring.top_scores[line, i, :top] = best.values[:top].to(ring.top_ids.device)
-        named = [int(token_ids[i]), *requests.named[row, : int(requests.num_named[row])].tolist()]
+        named = [max(0, int(token_ids[i])), *requests.named[row, : int(requests.num_named[row])].tolist()]
         for place, token_id in enumerate(named):
             ring.named_scores[line, i, place] = scores[token_id]
             ring.named_ranks[line, i, place] = 1 + (scores > scores[token_id]).sum()

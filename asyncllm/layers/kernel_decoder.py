@@ -117,6 +117,10 @@ class KernelDecoder:
         self._kernel(residual, cosine, sine, batch.caches, step)
         return Residual(residual.view(torch.bfloat16))
 
+    def table_bytes(self) -> int:
+        """Size of its own copies of the rotations' tables."""
+        return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
+
     def _rotation(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         if self._turns is None or not isinstance(self._rotary, TabledRotary):
             rotation = self._rotary(positions, lengths)

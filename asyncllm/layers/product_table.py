@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def read_table(device_name: str) -> ProductTable:
     )
 
 
-def _tiling(rows: int, numbers: list[int] | None) -> AnyTiling | None:
+def _tiling(rows: int, numbers: list[Any] | None) -> AnyTiling | None:
     if numbers is None:
         return None
     return VectorTiling(*numbers) if rows == 1 else Tiling(*numbers)

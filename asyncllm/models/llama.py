@@ -180,6 +180,10 @@ class Llama:
         """Size of copies of parameters in a form that suits other steps."""
         return sum(linear.copy_bytes for linear in self._linears())
 
+    def rotation_bytes(self) -> int:
+        """Size of the tables that rotations are looked up in."""
+        return self.rotary.memory_bytes() + (0 if self.decoder is None else self.decoder.table_bytes())
+
     def untie_head(self, weight: CheckpointTensor) -> None:
         """Give a model whose config ties the head one of its own."""
         self.head.replace(weight)

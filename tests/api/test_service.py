@@ -276,21 +276,28 @@ async def test_cancelling_the_server_is_no_disconnect(engine: AsyncEngine) -> No
     await idle(engine)
 
 
-async def test_a_step_that_fails(engine: AsyncEngine, shadow_model: ShadowModel) -> None:
+async def test_a_step_that_fails(
+    engine: AsyncEngine, shadow_model: ShadowModel, caplog: pytest.LogCaptureFixture
+) -> None:
     assert shadow_model.runner is not None
     app = create_asgi_app(engine)
     shadow_model.runner.latency = 0.005
     for stream in (False, True):
         failing = asyncio.create_task(post(app, COMPLETIONS, ENDLESS | {"stream": stream}))
         await busy(engine)
-        shadow_model.runner.fail_next(RuntimeError("boom"))
+        shadow_model.runner.fail_next(RuntimeError("boom at /srv/model"))
+        caplog.clear()
         answer = await failing
-        if stream:
-            assert answer.status == 200
-            assert answer.events[-1]["error"]["code"] == "request_failed"
-            assert b"[DONE]" not in answer.body
-        else:
-            assert answer.status == 500
+        assert answer.status == (200 if stream else 500)
+        told = (answer.events[-1] if stream else answer.json)["error"]
+        assert told["code"] == "request_failed"
+        assert b"[DONE]" not in answer.body
+        assert b"boom" not in answer.body  # it is the log's
+        request_id = answer.headers["x-request-id"]
+        assert told["message"].endswith(f"under request {request_id}.")
+        (record,) = [record for record in caplog.records if record.name == "asyncllm.api"]
+        assert request_id in record.getMessage()
+        assert "boom at /srv/model" in caplog.text
     assert (await post(app, COMPLETIONS, PROMPT)).status == 200
 
 
@@ -402,10 +409,12 @@ async def test_token_ids(engine: AsyncEngine) -> None:
 def test_every_error_has_an_answer() -> None:
     for _, kind in inspect.getmembers(errors, inspect.isclass):
         if issubclass(kind, AsyncLLMError):
-            told = api_error(kind("what went wrong"))
-            assert told is not None
+            told = api_error(kind("what went wrong"), "req_1")
             assert 400 <= told.status < 600
-    assert api_error(ValueError("a secret")) is None
+            assert ("what went wrong" in told.message) != ("under request req_1" in told.message)
+    told = api_error(ValueError("a secret"), "req_2")
+    assert (told.status, told.code) == (500, "internal_error")
+    assert "a secret" not in told.message
     assert all(issubclass(kind, AsyncLLMError) for kind in ANSWERS)
 
 

@@ -39,7 +39,7 @@ async def events_of(engine: AsyncEngine, prompts: int = 1, n: int = 1, **options
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1, n=n)
     streams = [engine.stream([5, 6, 7 + prompt], params) for prompt in range(prompts)]
     ticket = Admission(100).enter(prompts * n, 100)
-    generation = Generation(Serving(), streams, ticket, server_limits=False)  # type: ignore[arg-type]  # all it asks for
+    generation = Generation(Serving(), streams, ticket, request_id="r", server_limits=False)  # type: ignore[arg-type]  # all it asks for
     await generation.start()
 
     def render(delta: TokenDelta, position: int) -> str:
@@ -230,7 +230,7 @@ async def test_a_framed_text_is_what_rendering_would_be(pours: bool) -> None:
     async with AsyncEngine(ShadowModel(latency=0.002, tokenizer=tokenizer)) as engine:
         expected = (await engine.generate("Hi", params)).text
         stream = engine.stream("Hi", params)
-        generation = Generation(Serving(), [stream], Admission(9).enter(1, 9), server_limits=False)  # type: ignore[arg-type]  # as above
+        generation = Generation(Serving(), [stream], Admission(9).enter(1, 9), request_id="r", server_limits=False)  # type: ignore[arg-type]  # as above
         await generation.start()
         rendered: list[TokenDelta] = []
 

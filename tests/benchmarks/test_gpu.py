@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from asyncllm import EngineConfig
 from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.workloads import Workload
 from benchmarks import gpu, host, limits
+from benchmarks.gpu_power import Power, PowerLog
 
 LOADS = [
     Workload(name=name, requests=3, concurrency=2, prompt_tokens=(8, 8), output_tokens=(4, 4))
@@ -61,6 +63,35 @@ def test_goals_are_compared_with_what_was_found() -> None:
     assert goal.compared(found) == (
         "50% of 41,000 tok/s; TTFT p99 700.0 of 650 ms; later TTFT p99 50.0 of 100 ms; ITL p99 12.0 of 15 ms"
     )
+
+
+def test_power_is_the_mean_of_what_was_read_meanwhile() -> None:
+    log = PowerLog()
+    for now, line in (
+        (1.0, "1980, 100.5"),
+        (2.0, "1500, 690.0"),
+        (2.5, "[N/A], 3"),
+        (3.0, "1600, 700.0"),
+        (4.0, "9, 9"),
+    ):
+        log.add(now, line)
+    assert log.mean(1.5, 3.5) == Power(clock=1550.0, watts=695.0)
+    assert log.mean(5.0, 6.0) is None
+
+
+def test_power_is_read_from_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nwhile true; do echo '1410, 650.25'; sleep 0.01; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    start = time.perf_counter()
+    with PowerLog() as log:
+        while log.mean(start, time.perf_counter()) is None:
+            time.sleep(0.01)
+    assert log.mean(start, time.perf_counter()) == Power(1410.0, 650.25)
+    monkeypatch.setenv("PATH", "")
+    with PowerLog() as nothing:
+        assert nothing.mean(start, time.perf_counter()) is None
 
 
 def test_limits_of_a_tiny_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

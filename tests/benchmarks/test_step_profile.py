@@ -33,7 +33,7 @@ def test_roles_of_a_step_by_the_library() -> None:
         LIBRARY,
         "_rope_cache_kernel",
         "_attention_kernel",
-        "_attention_kernel",
+        "_specialized_attention_kernel",
         LIBRARY,
         "_rms_norm_kernel",
         LIBRARY,

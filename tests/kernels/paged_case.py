@@ -114,8 +114,10 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int
     )
 
 
-def check(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int = 0, modules: Modules = Modules()) -> None:
-    """Compare the kernel with its reference."""
+def check(
+    case: Case, device: torch.device, dtype: torch.dtype, *, seed: int = 0, modules: Modules = Modules()
+) -> torch.Tensor:
+    """Compare the kernel with its reference; returns what it gave."""
     module = modules.attention
     step = make_step(case, device, dtype, seed=seed)
     shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, case.window)
@@ -142,12 +144,14 @@ def check(case: Case, device: torch.device, dtype: torch.dtype, *, seed: int = 0
     module.paged_attention(step.query, step.cache, step.block_table, plan, output=output, chunks=chunks, **options)
     assert bool((output[step.tokens :] == 7.0).all())  # tokens of no sequence
     assert not bool(plan.arrivals.any())  # ready for the next launch
+    assert not bool(plan.progress.any())
     assert not bool(plan.compared.any())
 
     arguments = (step.block_table, shape, sequences)
     exact = module.paged_attention_reference(step.query.float(), step.cache.float(), *arguments, **options)
     plain = plain_attention(case, step, sinks)
     assert_as_good(output[: step.tokens], exact[: step.tokens], plain[: step.tokens])
+    return output
 
 
 def plain_attention(case: Case, step: Step, sinks: torch.Tensor | None) -> torch.Tensor:

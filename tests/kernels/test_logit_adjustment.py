@@ -11,7 +11,7 @@ import torch
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
 from asyncllm.engine.plan import RowJoin, RowSampling
 from asyncllm.kernels import logit_adjustment, sampling
-from asyncllm.kernels.sampled_rows import ADJUSTS, COUNTS, MASKS, AdjustedLogits
+from asyncllm.kernels.sampled_rows import ADJUSTS, COUNTS, MASKS, NO_TOKEN, AdjustedLogits
 from tests.kernels.adjusted_rows import (
     ROWS,
     VOCABULARY,
@@ -121,7 +121,8 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
     where = rows_of(cases, device)
     states = [joined(cases, device), joined(cases, device)]
     for turn in range(3):
-        tokens = torch.tensor([299, 100 + turn % 2, 8, 8, 44, 5], dtype=torch.int32, device=device)
+        ids = [299, 100 + turn % 2, 8, 8, 44 if turn else NO_TOKEN, 5]
+        tokens = torch.tensor(ids, dtype=torch.int32, device=device)
         logit_adjustment.count_tokens(states[0], tokens, where)
         logit_adjustment.count_tokens_reference(states[1], tokens, where)
         where.positions.add_(1)

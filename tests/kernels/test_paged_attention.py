@@ -145,10 +145,10 @@ FAULTS = [
     ("block % cut * KEYS", "block % cut * 0"),
     ("(first_position + 1) // KEYS", "(first_position + KEYS) // KEYS"),
     ("tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), KEYS)", "tl.maximum(last_position - WINDOW, 0) // KEYS"),
-    ("known = (parts < splits + shared_parts)[:, None]", "known = (parts < splits - 1)[:, None]"),
+    ("known = (parts < splits[None, :] + shared_parts)", "known = (parts < splits[None, :] - 1)"),
     ("arrived == splits + shared_parts - 1", "arrived == splits + shared_parts"),
-    ("tl.sum(weights * factors, axis=0)", "tl.sum(weights, axis=0)"),
-    ("weight = weight * decay + tl.sum(w", "weight += tl.sum(w"),
+    ("tl.fma(weights, factors, 0.0)", "weights"),
+    ("tl.fma(weight, decay, tl.sum(", "tl.fma(weight, 1.0, tl.sum("),
     ("block_end = tl.cdiv(before + last_row // GROUP + 1, KEYS)", "block_end = tl.cdiv(before + 1, KEYS)"),
     ("block_start + part * size", "block_start + part * (size + 1)"),
     ("before = my_context - my_packed // GROUP", "before = my_context - my_packed // GROUP - 1"),
@@ -198,11 +198,46 @@ CROWDED = Case(
     sinks=True,
 )
 BACKWARDS = replace(CROWDED, backwards=True)
+# short prefixes of long sequences: the programs of their own keys end last, on a GPU too, and merge
+TAILED = replace(
+    SHARING,
+    sequences=tuple((900 + 20 * i, 1) for i in range(4)),
+    prefixes=(Prefix((0, 1, 2, 3), 2),),
+)
 
 
-@pytest.mark.parametrize("case", [SHARING, CROWDED, BACKWARDS], ids=["sharing", "crowded", "backwards"])
+@pytest.mark.parametrize(
+    "case", [SHARING, CROWDED, BACKWARDS, TAILED], ids=["sharing", "crowded", "backwards", "tailed"]
+)
 def test_common_prefixes_are_attended_once(case: Case, device: torch.device) -> None:
     check(case, device, torch.float32)
+
+
+def test_whoever_merges_gives_the_same_bits(device: torch.device) -> None:
+    """The last program of each sequence's own keys, or that of the keys it shares."""
+    assert torch.equal(check(CROWDED, device, torch.float32), check(BACKWARDS, device, torch.float32))
+
+
+def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.device) -> None:
+    case = Case(
+        dim=128,
+        block_size=64,
+        sequences=((130, 1), (64, 60), (200, 1), (150, 1), (70, 1), (1, 1)),
+        prefixes=(Prefix((0, 2, 3), 2),),
+        least_shared=64,
+    )
+    check(case, device, torch.float16)
+    shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, None)
+    plan = attention_plan.make_attention_plan(shape, torch.float16, device, max_tokens=256, max_sequences=8)
+    few, many = plan.small_of(63), plan.small_of(64)
+    assert (few.keys, few.warps, many.keys, many.warps) == (64, 2, 32, 1)
+    assert few.rows == many.rows
+    exact = attention_plan.make_attention_plan(shape, torch.float32, device, max_tokens=256, max_sequences=8)
+    assert exact.small_of(64) is exact.small
+    same = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=256, max_sequences=8, deterministic=True
+    )
+    assert same.small_of(64).rows == 0
 
 
 def shared_prefixes(
@@ -251,6 +286,51 @@ def test_what_is_shared(device: torch.device) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_plan_stays_in_its_memory(seed: int, device: torch.device) -> None:
+    """With the tilings of an H200: all of each sequence's blocks, once, and a line of its own for every part."""
+    generator = torch.Generator().manual_seed(seed)
+    count, blocks, group = [12, 64, 100, 64][seed], 40, [1, 4, 2, 16][seed]
+    shape = attention_plan.AttentionShape(8 * group, 8, 128, 64, None)
+    both = attention_plan.default_tilings(shape, torch.float16, multiprocessors=132, descriptors=True)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=count, max_sequences=count, tilings=both
+    )
+    lengths = torch.randint(1, 64 * blocks, (count,), generator=generator)
+    table = torch.arange(1, count * blocks + 1).view(count, blocks)
+    half = count // 2
+    table[:half, :23] = table[0, :23]
+    table[half:, :5] = table[half, :5]
+    lengths[:3] = lengths[half : half + 3] = 64 * blocks - 1
+    starts, lengths, rows, table = (
+        x.to(device, torch.int32) for x in (torch.arange(count + 1), lengths, torch.arange(count), table)
+    )
+    sequences = attention_plan.Sequences(starts, lengths, rows, torch.full_like(rows[:1], count))
+    attention_plan.plan_attention(plan, sequences, tokens=count, block_table=table)
+    keys = plan.small_of(count).keys
+    assert int(plan.totals[0]) <= plan.units(plan.small_of(count), count) <= len(plan.small_units)
+    seen: list[set[int]] = [set() for _ in range(count)]
+    lines: list[int] = []
+    for unit in plan.small_units[: int(plan.totals[0])].tolist():
+        part, height = set(range(unit[5], unit[6])), unit[2]
+        whose = [unit[1]]
+        if unit[15]:
+            whose = [member[3] for member in plan.members[unit[1] : unit[1] + height // group].tolist()]
+            first = unit[12] + unit[9] * height
+        else:
+            first = unit[8] + unit[9] * unit[10]
+        if unit[15] or unit[7] + unit[11] > 1:
+            lines += range(first, first + height)
+        for sequence in whose:
+            assert not seen[sequence] & part
+            seen[sequence] |= part
+    assert [len(each) for each in seen] == [-(-length // keys) for length in lengths.tolist()]
+    assert any(unit[15] for unit in plan.small_units[: int(plan.totals[0])].tolist())
+    assert len(set(lines)) == len(lines)
+    assert (max(lines) + 1) * shape.kv_heads * 128 <= len(plan.partial)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_random_prefixes(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(100 + seed)
@@ -277,14 +357,16 @@ def test_random_prefixes(seed: int, device: torch.device) -> None:
 SHARING_FAULTS = [
     ("shared_line = tile_line + mate * GROUP", "shared_line = tile_line"),
     ("whole = (contexts - 1) // BLOCK_SIZE", "whole = (contexts + 14) // BLOCK_SIZE"),
-    ("tl.load(member + 2), shared_line + i * GROUP", "tl.load(member + 2), shared_line"),
+    ("splits, shared_line + line, packed, shared_parts", "splits, shared_line + line % GROUP, packed, shared_parts"),
     ("is_last = (mate < mates) & (arrived == missing)", "is_last = (mate < mates - 1) & (arrived == missing)"),
     ("block_start = tl.zeros_like(block_end) + my_shared", "block_start = tl.zeros_like(block_end)"),
     ("tl.where(ours == theirs, common, i)", "tl.where(ours == theirs, common, i + 1)"),
     ("(common >= length), length, 0)", "(common > 0), length, 0)"),
     ("tile_place = my_place - mate", "tile_place = my_place - my_rank"),
     ("before = (leader[:, None] < leaders[None, :]) | (", "before = (leader[:, None] > leaders[None, :]) & ("),
-    ("shared_line + (parts - splits) * shared_stride", "shared_line + parts * shared_stride"),
+    ("shared_line[None, :] + (parts - splits[None, :])", "shared_line[None, :] + parts"),
+    ("(mate[None, :] == line[:, None] // GROUP)", "(mate[None, :] <= line[:, None] // GROUP)"),
+    ("tl.load(member + 1, mask=ready, other=0) + line % GROUP", "tl.load(member + 1, mask=ready, other=0)"),
     ("(start + row // GROUP) * MEMBER_FIELDS", "(start + row // (GROUP + 1)) * MEMBER_FIELDS"),
 ]  # fmt: skip
 
@@ -295,8 +377,10 @@ MORE_SHARING_FAULTS = [pytest.param(*fault, marks=pytest.mark.full) for fault in
 @pytest.mark.parametrize(("right", "wrong"), [*SHARING_FAULTS[:4], *MORE_SHARING_FAULTS])
 def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
     case = SHARING
-    if "is_last" in right or "member + 2" in right:
+    if any(word in right for word in ("is_last", "+ line, packed", "mate[None", "mask=ready")):
         case = BACKWARDS
+    elif "mate * GROUP" in right:
+        case = TAILED
     elif "tile_" in right or "splits" in right:
         case = CROWDED
     check_fault(right, wrong, case, tmp_path, device)

@@ -11,9 +11,9 @@ import torch
 from asyncllm.engine.execution.sampler import SampledRows
 from asyncllm.engine.execution.sampler import sample as sample_on_cpu
 from asyncllm.kernels import logit_tiles, sampling, thresholds
-from asyncllm.kernels.sampled_rows import LogitRows
+from asyncllm.kernels.sampled_rows import NO_TOKEN
 from tests.kernels.mutants import mutant
-from tests.kernels.sampled_cases import VOCABULARY, WIDTH, Setting, make_logits, make_settings, run
+from tests.kernels.sampled_cases import VOCABULARY, WIDTH, Setting, make_logits, run
 
 SETTINGS = [
     Setting(temperature=0.0, top_k=5, top_p=0.5),
@@ -100,23 +100,57 @@ def test_suppressed_ids(device: torch.device) -> None:
     assert actual == expected == [1299, 600, 1299]
 
 
-def test_broken_logits_give_some_token(device: torch.device) -> None:
-    logits = make_logits(4, torch.float32).to(device)
-    logits[0] = torch.nan
-    logits[1] = torch.inf
-    logits[2] = -torch.inf
-    stored = make_settings([Setting(), Setting(top_p=0.5), Setting(temperature=0.0)], [0, 1, 2], device)
-    tokens = torch.full((4,), -7, dtype=torch.int32, device=device)
-    numbers = torch.arange(4, dtype=torch.int32, device=device)
-    sampling.sample(
-        logits,
-        LogitRows(numbers, numbers, numbers[3:], VOCABULARY),
-        stored,
-        sampling.make_sampling_workspace(4, VOCABULARY, device),
-        token_ids=tokens,
-        row_token_ids=tokens.clone(),
-    )
-    assert all(0 <= token < VOCABULARY for token in tokens[:3].tolist())
+NUMBERLESS = [
+    Setting(temperature=0.0),
+    Setting(temperature=0.6),
+    Setting(top_k=3),
+    Setting(top_p=0.5),
+    Setting(min_p=0.1),
+    Setting(top_k=900, top_p=0.9),
+    Setting(suppress_before=100, suppressed=(5, 6, 7)),
+]
+
+
+def tokens_of_rows_without_numbers(module: ModuleType, device: torch.device, *, filters: bool) -> list[int]:
+    """Rows of which nothing is a number, nothing is allowed, or nothing but one token; and infinite ones."""
+    kinds = NUMBERLESS if filters else [setting for setting in NUMBERLESS if setting.top_k + setting.min_p == 0]
+    kinds = [setting for setting in kinds if filters or setting.top_p == 1]
+    settings = [setting for setting in kinds for _ in range(5)]
+    logits = make_logits(len(settings) + 1, torch.float32).to(device)
+    logits[0:-1:5] = torch.nan
+    logits[1:-1:5, :VOCABULARY] = -torch.inf
+    logits[2:-1:5, :VOCABULARY] = torch.nan
+    logits[2:-1:5, 900] = -3.0
+    logits[3:-1:5, 700] = torch.inf
+    logits[4:-1:5] = torch.nan
+    logits[4:-1:5, ::2] = -torch.inf
+    actual, expected = run(module, logits, settings, [8] * len(settings), filters=filters)
+    assert actual == expected
+    return actual
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_row_without_a_number_has_no_token(filters: bool, device: torch.device) -> None:
+    """And one that has any draws of those."""
+    actual = tokens_of_rows_without_numbers(sampling, device, filters=filters)
+    assert actual == [NO_TOKEN, NO_TOKEN, 900, 700, NO_TOKEN] * (len(actual) // 5)
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong"),
+    [
+        (sampling, "token = tl.where(filled > 0, token, _NO_TOKEN)\n", "token += 0\n"),
+        (sampling, "tl.store(row_token_ids + row, tl.maximum(token, 0))", "tl.store(row_token_ids + row, token)"),
+        (logit_tiles, 'tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), _NO_TOKEN, ', "tl.where(False, 0, "),
+        (logit_tiles, "tl.store(row_token_ids + row, tl.maximum(token, 0))", "tl.store(row_token_ids + row, token)"),
+    ],
+)
+def test_fault_in_what_has_no_token_is_caught(
+    module: ModuleType, right: str, wrong: str, tmp_path: Path, device: torch.device
+) -> None:
+    user = None if module is sampling else sampling
+    with mutant(module, tmp_path, right, wrong, user=user) as copy, pytest.raises(AssertionError):
+        tokens_of_rows_without_numbers(copy, device, filters=module is sampling)
 
 
 def test_equals_the_cpu_sampler(device: torch.device) -> None:

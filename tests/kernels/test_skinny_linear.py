@@ -120,6 +120,23 @@ TILINGS = {
         40, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(32, 64, 4, 2, splits=3, rows=16)
     ),
     "split, gated": Case(20, 70, 328, bias=True, activation=Activation.SILU, tiling=Tiling(64, 32, 4, 3, splits=2)),
+    # elsewhere than on a Hopper GPU, and in float32, the same tiles by the same kernel as those above
+    "specialized": Case(40, 200, 328, tiling=Tiling(64, 64, 4, 3, rows=64, specialized=True)),
+    "specialized, all of it": Case(
+        50, 200, 584, bias=True, activation=Activation.SILU, tiling=Tiling(128, 64, 4, 3, rows=32, specialized=True)
+    ),
+    "specialized, gelu": Case(
+        7, 70, 328, activation=Activation.GELU_TANH, tiling=Tiling(64, 128, 4, 2, specialized=True)
+    ),
+    "specialized, added": Case(
+        20, 150, 1160, bias=True, add=True, tiling=Tiling(64, 128, 4, 4, rows=16, specialized=True)
+    ),
+    "specialized, fewer columns than its ring": Case(
+        3, 8, 72, add=True, tiling=Tiling(128, 64, 4, 4, specialized=True)
+    ),
+    "specialized, columns that cannot be copied": Case(
+        3, 37, 70, bias=True, tiling=Tiling(64, 64, 4, 3, specialized=True)
+    ),
 }
 
 
@@ -133,6 +150,13 @@ PARTS = {
     "some": Case(40, 70, 328, tiling=Tiling(64, 32, 4, 3, splits=3, rows=32)),
     "more than columns": Case(3, 37, 70, bias=True, tiling=Tiling(16, 32, 4, 2, splits=8)),
     "odd columns": Case(1, 37, 71, tiling=Tiling(16, 32, 4, 2, splits=2)),
+    "specialized": Case(33, 200, 1224, bias=True, tiling=Tiling(64, 64, 4, 3, splits=3, specialized=True)),
+    "specialized, two groups": Case(
+        70, 200, 584, bias=True, tiling=Tiling(128, 64, 4, 3, splits=2, rows=64, specialized=True)
+    ),
+    "specialized, more than columns": Case(
+        5, 72, 136, bias=True, tiling=Tiling(64, 64, 4, 2, splits=8, specialized=True)
+    ),
 }
 
 

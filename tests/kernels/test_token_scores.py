@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncllm.kernels import token_scores
-from asyncllm.kernels.sampled_rows import LogitRows
+from asyncllm.kernels.sampled_rows import NO_TOKEN, LogitRows
 from tests.kernels.mutants import mutant
 
 VOCABULARY, WIDTH, ROWS, STEPS = 1300, 1340, 7, 3  # three tiles, and a tail that is no token
@@ -41,7 +41,7 @@ def run(
         tops[row], num_named[row] = asked, len(ids)
         named[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
     requests = module.ScoreRequests(*(each.to(device) for each in (tops, num_named, named)))
-    tokens = torch.tensor([3, 1299, 5, 77, 600, 0, 1], dtype=torch.int32, device=device)
+    tokens = torch.tensor([3, 1299, 5, 77, 600, NO_TOKEN, 1], dtype=torch.int32, device=device)
     belongs = torch.tensor([*rows, 0], dtype=torch.int32, device=device)
     where = LogitRows(belongs, belongs, torch.tensor([count], dtype=torch.int32, device=device), VOCABULARY)
     options = {"turn": torch.tensor([1], dtype=torch.int32, device=device), "temperature": temperature}

@@ -57,6 +57,10 @@ def test_shipped_tables_are_whole() -> None:
                 if tiling is not None:
                     assert isinstance(tiling, VectorTiling if rows == 1 else Tiling)
                     assert all(isinstance(each, int) for each in astuple(tiling))
-                    least = 0 if isinstance(tiling, VectorTiling) else 1  # its last number is a percentage
+                if isinstance(tiling, Tiling):
                     assert all(each > 0 for each in astuple(tiling)[:-1])
-                    assert least <= astuple(tiling)[-1] <= MOST_ROWS
+                    assert tiling.rows <= MOST_ROWS
+                    assert not tiling.specialized or tiling.lines in (64, 128)
+                elif tiling is not None:
+                    assert all(each > 0 for each in astuple(tiling)[:-1])
+                    assert 0 <= tiling.carve_out <= 100

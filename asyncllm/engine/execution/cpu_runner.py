@@ -133,7 +133,7 @@ class StepExecutor:
             return token_ids, None
         if self._sampling.processed_logprobs:
             raw = processed(logits, settings, some)
-        scores = score_tokens(raw, token_ids[some], [asked for _, asked in asking])
+        scores = score_tokens(raw, np.maximum(token_ids[some], 0), [asked for _, asked in asking])
         return token_ids, StepLogprobs(some.astype(np.int32), scores)
 
 

@@ -13,20 +13,24 @@ from asyncllm.errors import ConfigError
 from asyncllm.kernels.language import TRITON_AVAILABLE
 
 _LEAST_CAPABILITY = (8, 0)
+_NO_GPU = ("No CUDA GPUs are available", "Found no NVIDIA driver", "CUDA driver initialization failed, you might not")
+"""How torch begins to say that there is none, or may be none."""
 
 
 def find_cuda_device(name: str) -> torch.device | None:
     """The GPU that the setting `device` means; None for the CPU.
 
-    "auto" means the first GPU that is usable, and the CPU only where torch sees none. Raises `ConfigError` where a GPU
-    is asked for by name and is not usable, and where torch sees some but none is usable: who has a GPU must ask for the
-    CPU.
+    "auto" means the first GPU that is usable, and the CPU only where there is none. Raises `ConfigError` where a GPU is
+    asked for by name and is not usable, and where there are some but none is usable, or torch cannot use their driver:
+    who has a GPU must ask for the CPU.
     """
     if name == "cpu":
         return None
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
+            if (reason := _unusable_driver()) is not None:
+                raise ConfigError(f'device="auto": {reason}; device="cpu" would do')
             return None
         usable = [index for index in range(count) if _unusable(index) is None]
         index = usable[0] if usable else 0
@@ -36,6 +40,19 @@ def find_cuda_device(name: str) -> torch.device | None:
     if reason is None:
         return torch.device("cuda", index)
     raise ConfigError(f'device={name!r}: {reason}; device="cpu" would do')
+
+
+def _unusable_driver() -> str | None:
+    """What torch says where there is an NVIDIA driver that it cannot use; None where there is no driver, or no GPU, or
+    this torch is built without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        return None if said.startswith(_NO_GPU) else f"torch cannot use the NVIDIA driver: {said}"
+    return None
 
 
 def _unusable(index: int) -> str | None:

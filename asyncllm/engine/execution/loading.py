@@ -20,6 +20,7 @@ from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sampler import SamplerForm
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
+from asyncllm.engine.execution.step_batch import attention_bytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import kernel_bytes, packable, packed_bytes
@@ -52,7 +53,8 @@ async def load_runner(source: ModelSource, config: EngineConfig, head_start: Hea
         return await load_cuda_runner(source, config, device, head_start)
     _check_supported(config)
     thread = DeviceThread("asyncllm-cpu")
-    executor, facts = await thread.bring_up(partial(load_executor, source, config, thread.interruptible))
+    load = partial(load_executor, source, config, thread.interruptible, lambda: not thread.closing)
+    executor, facts = await thread.bring_up(load)
     return CpuRunner(thread, executor), facts
 
 
@@ -64,15 +66,19 @@ def _check_supported(config: EngineConfig) -> None:
 
 
 def load_executor(
-    source: ModelSource, config: EngineConfig, interruptible: Callable[[_Tensors], _Tensors]
+    source: ModelSource,
+    config: EngineConfig,
+    interruptible: Callable[[_Tensors], _Tensors] = iter,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[StepExecutor, ModelFacts]:
-    """On the CPU: what the runner's thread computes with. The weights come through `interruptible`, one by one."""
+    """On the CPU: what the runner's thread computes with. The weights come through `interruptible`, one by one; a
+    compiler is ended once its kernels are not `wanted`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
     dtype = _choose_dtype(config, model_config)
     packs = config.quantization == "auto" and config.dtype in ("auto", "bfloat16")
-    forms = product_forms(dtype, packs=packs, copies=True, native=config.native_kernels)
+    forms = product_forms(dtype, packs=packs, copies=True, native=config.native_kernels, wanted=wanted)
     needed = _needed_bytes(source, model_config, dtype, forms, packs=packs)
     free = available_memory()
     if needed.weights > free:
@@ -98,8 +104,11 @@ def load_executor(
         "weights": model.weight_bytes(),
         "copies": model.copy_bytes(),
         "cache": cache.nbytes,
-        "workspace": model.rotary.memory_bytes() + _activation_bytes(config, model_config, sizes, dtype),
+        "workspace": model.rotation_bytes() + rows.tables.nbytes,
     }
+    memory["workspace"] += _activation_bytes(config, model_config, sizes, dtype)
+    if model.decoder is None:
+        memory["workspace"] += attention_bytes(sizes.layout, dtype, sizes.max_model_len)
     sampling = SamplerForm(config.logprobs_mode == "processed", forms.library)
     executor = StepExecutor(model, sizes.layout, cache, rows, sampling)
     return executor, sizes.facts(config, model, memory, placement)

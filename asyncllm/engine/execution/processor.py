@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 
 import torch
 
 from asyncllm.config import cpp_compiler, kernel_folder
-from asyncllm.kernels.cpu.build import BuildError, Library, load_library
+from asyncllm.errors import ModelLoadError
+from asyncllm.kernels.cpu.build import BuildError, BuildInterrupted, Library, load_library
 from asyncllm.layers.product_forms import ProductForms
 
 logger = logging.getLogger("asyncllm")
@@ -33,30 +33,52 @@ def has_native_bfloat16() -> bool:
     return any(capabilities.get(name) for name in _NATIVE_BFLOAT16)
 
 
-def native_kernels() -> Library | None:
-    """Our own kernels, compiled at first use; None where the processor or its system is another."""
+class _CompiledKernels:
+    """Those of the process, compiled at first use. A compiler that failed fails again; one that was ended has not."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Library | None] | None = None  # None: nobody has looked
+
+    def get(self, wanted: Callable[[], bool]) -> Library | None:
+        """None where there are none. Raises `BuildInterrupted` once they are not wanted."""
+        if self._found is None:
+            try:
+                self._found = (load_library(kernel_folder(), cpp_compiler(), wanted),)
+            except BuildError as error:
+                logger.warning(
+                    "no kernels for this processor, so torch's operators compute, at a fraction of the speed: %s", error
+                )
+                self._found = (None,)
+        return self._found[0]
+
+
+_compiled_kernels = _CompiledKernels()
+
+
+def _always() -> bool:
+    return True
+
+
+def native_kernels(wanted: Callable[[], bool] = _always) -> Library | None:
+    """Our own kernels, compiled at first use; None where the processor or its system is another.
+
+    Raises `ModelLoadError` where they are not `wanted` any more before they are there.
+    """
     capabilities = _capabilities()
     if sys.platform != "linux" or not all(capabilities.get(name) for name in _KERNELS_NEED):
         return None
-    return _compiled_kernels()
-
-
-@cache
-def _compiled_kernels() -> Library | None:
-    """Once a process: a compiler that failed fails again."""
     try:
-        return load_library(kernel_folder(), cpp_compiler())
-    except BuildError as error:
-        logger.warning(
-            "no kernels for this processor, so torch's operators compute, at a fraction of the speed: %s", error
-        )
-        return None
+        return _compiled_kernels.get(wanted)
+    except BuildInterrupted as error:
+        raise ModelLoadError("loading was cancelled") from error
 
 
-def product_forms(dtype: torch.dtype, *, packs: bool, copies: bool, native: bool = True) -> ProductForms:
+def product_forms(
+    dtype: torch.dtype, *, packs: bool, copies: bool, native: bool = True, wanted: Callable[[], bool] = _always
+) -> ProductForms:
     """The forms of products for activations of this dtype; `packs` unless packed weights are to be unpacked; `native`:
-    our own kernels, where the processor has them."""
-    library = native_kernels() if native and dtype == torch.bfloat16 else None
+    our own kernels, where the processor has them, as `native_kernels` gives them."""
+    library = native_kernels(wanted) if native and dtype == torch.bfloat16 else None
     blocked = hasattr(torch.ops.mkldnn, "_linear_pointwise") and has_native_bfloat16()
     # Other processors have no vector code for the packed product.
     packs = packs and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")

@@ -14,6 +14,7 @@ from asyncllm.engine.execution.logit_adjustment import LogitAdjustment
 from asyncllm.engine.execution.prompt_scores import PromptPart, prompt_part
 from asyncllm.engine.execution.sampler import SampledRows, has_rare_filter
 from asyncllm.engine.plan import (
+    NO_TOKEN,
     NULL_BLOCK,
     Chunk,
     Float32Array,
@@ -115,10 +116,10 @@ class RowState:
         return [part for part in parts if part is not None]
 
     def take_tokens(self, rows: Int32Array | Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
-        """These rows have sampled these tokens, at these positions."""
-        self.last_token[rows] = token_ids
+        """These rows have sampled these tokens, or `NO_TOKEN`, at these positions."""
+        self.last_token[rows] = np.maximum(token_ids, 0)
         for index, adjustment in _among(self._adjustments, rows):
-            if adjustment.counts is not None:
+            if adjustment.counts is not None and token_ids[index] != NO_TOKEN:
                 adjustment.counts.add(int(positions[index]), int(token_ids[index]))
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncllm.engine.execution.logit_adjustment import LogitAdjustment, mask_logits
 from asyncllm.engine.execution.philox import uniform_draws
-from asyncllm.engine.plan import Float32Array, RowBias, RowLogits, RowSampling
+from asyncllm.engine.plan import NO_TOKEN, Float32Array, RowBias, RowLogits, RowSampling
 from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.draw import draw_tokens, draw_uniform
 
@@ -26,6 +26,7 @@ _SORTED = 4096
 """top_p sorts vocabularies up to this size."""
 _BIN_SHIFT = 15
 """The bits of a float32 that do not tell where top_p and typical_p count it: the sign apart, 16 others do."""
+_LARGEST = torch.finfo(torch.float32).max
 _TILE = 256
 """Tokens whose weights the draw adds up at once."""
 XTC_STREAM = 1
@@ -64,24 +65,40 @@ def has_rare_filter(sampling: RowSampling) -> bool:
 
 
 def sample(logits: Tensor, rows: SampledRows, library: Library | None = None) -> NDArray[np.int64]:
-    """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place.
+    """One token id per row of `logits` [rows, vocabulary] float32, which are adjusted in place; or `NO_TOKEN`.
 
-    With a `library`, tokens are drawn by its kernel.
+    Not-a-number counts as -infinity, and +infinity as the largest number. With a `library`, tokens are drawn by its
+    kernel.
     """
     adjust(logits, rows)
-    drawn = np.flatnonzero(rows.temperature > 0)
-    if len(drawn) == len(rows.temperature):
-        return _draw_rows(logits, rows, drawn, library)
-    token_ids: NDArray[np.int64] = logits.numpy().argmax(-1)  # torch's own takes ten times as long
+    token_ids = _sample_some(logits, rows, np.arange(len(logits)), library)
+    if (odd := np.flatnonzero(token_ids == NO_TOKEN)).size:
+        numbers = logits[torch.from_numpy(odd)].nan_to_num_(-torch.inf, _LARGEST, -torch.inf)
+        has_any = (numbers.amax(-1) > -torch.inf).numpy()
+        token_ids[odd[has_any]] = _sample_some(numbers[torch.from_numpy(has_any)], rows, odd[has_any], library)
+    return token_ids
+
+
+def _sample_some(
+    logits: Tensor, rows: SampledRows, some: NDArray[np.int64], library: Library | None
+) -> NDArray[np.int64]:
+    """Of adjusted `logits` [some, vocabulary] of these rows. `NO_TOKEN` where one of a row's is not a number, or none
+    above -infinity, and for a drawn row where one is +infinity."""
+    drawn = np.flatnonzero(rows.temperature[some] > 0)
+    if len(drawn) == len(some):
+        return _draw_rows(logits, rows, some, library)
+    values = logits.numpy()
+    token_ids: NDArray[np.int64] = values.argmax(-1)  # torch's own takes ten times as long
+    token_ids[~(values[np.arange(len(some)), token_ids] > -np.inf)] = NO_TOKEN  # not-a-number passes for the largest
     if len(drawn):
-        token_ids[drawn] = _draw_rows(logits[torch.from_numpy(drawn)], rows, drawn, library)
+        token_ids[drawn] = _draw_rows(logits[torch.from_numpy(drawn)], rows, some[drawn], library)
     return token_ids
 
 
 def _draw_rows(
     logits: Tensor, rows: SampledRows, drawn: NDArray[np.int64], library: Library | None
 ) -> NDArray[np.int64]:
-    """Of `logits` [drawn, vocabulary] of these rows."""
+    """Of `logits` [drawn, vocabulary] of these rows; `NO_TOKEN` as in `_sample_some`."""
     if library is None:
         return _draw(_filtered(logits, rows, drawn), rows, drawn)
     temperature = torch.from_numpy(rows.temperature[drawn])
@@ -153,13 +170,14 @@ def _draw(scaled: Tensor, rows: SampledRows, drawn: NDArray[np.int64]) -> NDArra
     ends = torch.cat((tiles, weights[:, whole:].sum(-1, keepdim=True)), dim=-1).cumsum(-1)
     uniform = torch.from_numpy(uniform_draws(rows.seed[drawn], rows.position[drawn], rows.choice[drawn]))
     target = uniform[:, None] * ends[:, -1:]
-    tile = torch.searchsorted(ends, target).clamp_(max=ends.shape[-1] - 1)  # past the end where a row is not a number
+    tile = torch.searchsorted(ends, target).clamp_(max=ends.shape[-1] - 1)  # past the end where a sum is no number
     before = torch.where(tile > 0, ends.gather(-1, (tile - 1).clamp_(min=0)), 0.0)
     ids = tile * _TILE + torch.arange(_TILE)
     sums = weights.gather(-1, ids.clamp(max=vocabulary - 1)).masked_fill_(ids >= vocabulary, 0.0).cumsum(-1)
     # the tile's weights may add up to less one by one
     found = torch.searchsorted(sums, torch.minimum(target - before, sums[:, -1:]))
-    return (tile * _TILE + found).squeeze(-1).clamp_(max=vocabulary - 1).numpy()
+    token_ids = (tile * _TILE + found).squeeze(-1).clamp_(max=vocabulary - 1)
+    return torch.where(ends[:, -1] > 0, token_ids, NO_TOKEN).numpy()
 
 
 def _lower_bounds(

@@ -146,10 +146,6 @@ class BatchBuilder:
             blocks = tables[:, tokens.rows[ends[begun]], last[begun] // block_size]
             self._cache.index_fill_(1, torch.from_numpy(blocks.reshape(-1)), 0.0)
 
-    def memory_bytes(self) -> int:
-        """Size of what is kept between steps."""
-        return self._scratch.nbytes + sum(masks.memory_bytes() for masks in self._masks)
-
     def _group_batch(self, tokens: StepTokens, table: Int64Array, masks: CausalMasks) -> AttentionBatch:
         block_size = self._layout.block_size
         blocks = table[tokens.rows, tokens.positions // block_size]
@@ -217,6 +213,15 @@ class BatchBuilder:
             at += count
 
 
+def attention_bytes(layout: CacheLayout, dtype: torch.dtype, longest: int) -> int:
+    """About the most that a `BatchBuilder` keeps between steps for requests of `longest` tokens: masks, and room for
+    what a bucket or a span gathers."""
+    keys = [longest if group.window is None else min(group.window, longest) for group in layout.groups]
+    masks = sum(_TILE * (count + _TILE) * dtype.itemsize for count in keys)
+    gathered = -(-longest // layout.block_size) * layout.layer_block_bytes(dtype)
+    return masks + max(gathered, _BUCKET_BYTES * torch.get_num_threads())
+
+
 def _written(lines: Int64Array) -> Tensor | slice:
     """The lines of the cache that a step writes; those in a row are copied as one piece, in a seventh of the time."""
     if len(lines) > 1 and (np.diff(lines) == 1).all():
@@ -263,10 +268,6 @@ class CausalMasks:
         count = stop - start
         mask = self._mask[:count, self._history - history : self._history + count]
         return Tile(start, stop, position - history - offset, position + count - offset, mask)
-
-    def memory_bytes(self) -> int:
-        """Size of the mask."""
-        return self._mask.nbytes
 
     def _make(self, history: int) -> Tensor:
         """[tile, history + tile]: −inf at keys after the query, or before its window."""

@@ -222,6 +222,12 @@ class KvCache:
             request.given_back[g] = 0
         request.remembered = 0
 
+    def disown(self, request: Request) -> None:
+        """What an ended request has computed may be no numbers: nobody is to find it from now on."""
+        for block in chain.from_iterable(request.tables):
+            self.index.forget(block)
+        request.remembered = len(request.tables[0])  # nor is it remembered when the request is closed
+
     def sole_blocks(self, requests: Iterable[Request]) -> int:
         """Blocks that nobody but these requests, each for itself, holds: available once they are closed."""
         return sum(

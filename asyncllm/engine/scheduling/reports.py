@@ -38,6 +38,7 @@ class StepTokens:
     scores: Sequence[tuple[int, TokenScores]] = ()  # (request, of its token) of those that ask
     prompts: Sequence[PromptScores] = ()
     logits: Sequence[KeptLogits] = ()  # of those that read them
+    unsampled: Sequence[int] = ()  # they have ended, for there was no token to sample; `take_ended` does not tell of it
 
 
 class Ended(NamedTuple):

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from asyncllm.engine.plan import Adjustment, LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import NO_TOKEN, Adjustment, LateTokens, StepPlan, StepResult
 from asyncllm.engine.scheduling.kv_cache import KvCache
 from asyncllm.engine.scheduling.reports import Ended, SchedulerCounts, StepTokens
 from asyncllm.engine.scheduling.request import Phase, Request, RequestSpec
@@ -194,6 +194,7 @@ class Scheduler:
         if step.late_applied or len(token_ids) != len(step.late):
             raise ValueError(f"step {step.step} awaits {len(step.late)} late tokens, and {len(token_ids)} came")
         step.late_applied = True
+        unsampled = self._end_unsampled([sample.request for sample in step.late], token_ids)
         scores = () if tokens.logprobs is None else told_late_scores(step, tokens.logprobs)
         requests: list[int] = []
         taken: list[int] = []
@@ -205,7 +206,7 @@ class Scheduler:
                 taken.append(token_id)
                 self._take_token(request, token_id)
         self._tokens_generated += len(taken)
-        return StepTokens(step.step, requests, taken, scores)
+        return StepTokens(step.step, requests, taken, scores, unsampled=unsampled)
 
     def _oldest(self, number: int) -> LaunchedStep:
         if not self._in_flight or self._in_flight[0].step != number:
@@ -222,6 +223,10 @@ class Scheduler:
         if not step.late_applied:
             raise ValueError(f"step {result.step} has late tokens, which come before its result")
         self._in_flight.popleft()
+        unsampled: Sequence[int] = ()
+        if NO_TOKEN in token_ids:
+            unsampled = self._end_unsampled(row_map.requests, token_ids)
+            step.has_ended = True
         told = NO_SCORES if result.logprobs is None else told_scores(step, result.logprobs)
         kept = () if result.logits is None else kept_logits(step, result.logits)
         if step.has_ended:
@@ -253,7 +258,19 @@ class Scheduler:
         for block in step.sources:
             self.cache.pool.release(block)
         self._roster.drain()
-        return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts, kept)
+        return StepTokens(step.step, row_map.ids, token_ids, told.sampled, told.prompts, kept, unsampled)
+
+    def _end_unsampled(self, requests: Sequence[Request], token_ids: Sequence[int]) -> list[int]:
+        """End the live requests for which there was no token to sample; returns their ids."""
+        ended = [
+            request
+            for request, token_id in zip(requests, token_ids, strict=True)
+            if token_id == NO_TOKEN and request.phase is not Phase.ENDED
+        ]
+        for request in ended:
+            self._roster.end(request, None)
+            self.cache.disown(request)
+        return [request.id for request in ended]
 
     def _end_stopped(self, row_map: RowMap, token_ids: Sequence[int]) -> None:
         """End the requests whose new token is one of their own stop ids."""

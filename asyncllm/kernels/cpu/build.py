@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,13 +41,21 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 """A compiler that takes longer is given up."""
 _LOOK_EVERY = 0.1
-"""Seconds between looks at the time, and at whether the program ends."""
+"""Seconds between looks at the time, and at whether the program ends, or nobody wants the kernels any more."""
+_SCRATCH = "compiling-"
+"""How the names of folders begin that a compiler writes to."""
+_STALE = 3600.0
+"""Seconds after which nobody compiles in such a folder any more: a process that was killed has left it."""
 _MOST_SAID, _MOST_TOLD = 1 << 16, 300
 """Bytes of a compiler's messages, and characters of the one that is passed on."""
 
 
 class BuildError(Exception):
     """The kernels cannot be compiled or loaded here; the message says why, and what would help."""
+
+
+class BuildInterrupted(Exception):
+    """Nobody wants the kernels any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +68,15 @@ class Library:
     team: TeamSize = field(default_factory=TeamSize)
 
 
-def load_library(folder: Path | None, compiler: str | None = None) -> Library:
+def _always() -> bool:
+    return True
+
+
+def load_library(folder: Path | None, compiler: str | None = None, wanted: Callable[[], bool] = _always) -> Library:
     """The kernels, from `folder` or compiled into it; `compiler`, if any, is the only one that is tried.
 
     Where there is no folder, or it cannot be written to, or others can do so, none is kept: they are compiled at every
-    start. Raises `BuildError`.
+    start. Raises `BuildError`; and `BuildInterrupted` once they are not `wanted`, which ends a compiler.
     """
     commands = [_words(compiler)] if compiler else list(_compilers())
     if not commands:
@@ -82,7 +94,7 @@ def load_library(folder: Path | None, compiler: str | None = None) -> Library:
     failures = []
     for command, name in zip(commands, names, strict=True):
         try:
-            return _compile(command, name, folder)
+            return _compile(command, name, folder, wanted)
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{' '.join(command)}: {_reason(error)}")
     raise BuildError("; ".join(failures))
@@ -132,21 +144,36 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _compile(command: Sequence[str], name: str, folder: Path | None) -> Library:
+def _compile(command: Sequence[str], name: str, folder: Path | None, wanted: Callable[[], bool]) -> Library:
     """Several processes may do so at once: the file appears whole, once it could be loaded, and one of equal ones
     stays."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    if folder is not None:
+        _clear_away(folder)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
         made = Path(scratch) / name
-        _run_compiler([*command, *_FLAGS, str(SOURCE / _MAIN), "-o", str(made)])
+        _run_compiler([*command, *_FLAGS, str(SOURCE / _MAIN), "-o", str(made)], wanted)
         library = _load(made)
         if folder is not None:
             os.replace(made, folder / name)
         return library
 
 
-def _run_compiler(command: Sequence[str]) -> None:
+def _clear_away(folder: Path) -> None:
+    """What processes that were killed have left."""
+    latest = time.time() - _STALE
+    for left in folder.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):
+            if left.stat().st_mtime < latest:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _run_compiler(command: Sequence[str], wanted: Callable[[], bool]) -> None:
     """Wait for it as long as `_SECONDS`, or until the program ends; it reads nothing, and of what it says no more than
     `_MOST_SAID` is kept."""
+
+    def may_go_on() -> bool:
+        return time.monotonic() < deadline and threading.main_thread().is_alive() and wanted()
+
     said = b""
     deadline = time.monotonic() + _SECONDS
     with (
@@ -163,13 +190,15 @@ def _run_compiler(command: Sequence[str]) -> None:
         selector.register(process.stderr, selectors.EVENT_READ)
         try:
             piece = None
-            while piece != b"" and time.monotonic() < deadline and threading.main_thread().is_alive():
+            while piece != b"" and may_go_on():
                 if selector.select(_LOOK_EVERY):
                     piece = os.read(process.stderr.fileno(), 1 << 16)
                     said = (said + piece)[:_MOST_SAID]
             status = process.wait(max(0.0, deadline - time.monotonic()) if piece == b"" else 0)
         except subprocess.TimeoutExpired as error:
             os.killpg(process.pid, signal.SIGKILL)
+            if not wanted():
+                raise BuildInterrupted from None
             raise subprocess.TimeoutExpired(command[:1], _SECONDS) from error
     if status:
         raise subprocess.CalledProcessError(status, command[:1], stderr=said.decode(errors="replace"))

@@ -18,7 +18,8 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
     """[rows] int64: of each row the first token at which the sum of the weights reaches `uniform` of their whole.
 
     `logits` [rows, vocabulary], `temperature` [rows] above 0 and `uniform` [rows] are float32; a token's weight is
-    e^(logit / temperature). Rows are apart from each other.
+    e^(logit / temperature). -1 where one of a row's logits is not a number, or +infinity, or none is above -infinity.
+    Rows are apart from each other.
     """
     logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
     rows, vocabulary = logits.shape
@@ -76,4 +77,5 @@ def draw_reference(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tens
     """`draw_tokens` in plain torch and float64."""
     sums = torch.softmax(logits.double() / temperature.double()[:, None], -1).cumsum(-1)
     target = uniform.double()[:, None] * sums[:, -1:]
-    return torch.searchsorted(sums, target).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    found = torch.searchsorted(sums, target).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    return torch.where(sums[:, -1] > 0, found, -1)

@@ -18,7 +18,7 @@ def share_short_prefixes(patch: pytest.MonkeyPatch) -> None:
 
     def short(*arguments: Any, **named: Any) -> tuple[Tiling, Tiling]:
         small, large = default(*arguments, **named)
-        return replace(small, keys=16, descriptors=False), large
+        return replace(small, keys=16, descriptors=False, many=None), large
 
     patch.setattr(attention_plan, "default_tilings", short)
     patch.setattr(step_program, "LEAST_SHARED", 1)

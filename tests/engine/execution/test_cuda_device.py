@@ -40,6 +40,34 @@ def test_the_first_usable_one_is_used_unasked(pretend: Pretend) -> None:
     assert find_cuda_device("auto") == torch.device("cuda", 1)
 
 
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 11040). Please update", True),
+        ("CUDA unknown error - this may be due to an incorrectly set up environment", True),
+        ("No CUDA GPUs are available", False),
+        ("Found no NVIDIA driver on your system. Please check that you have", False),
+    ],
+)
+def test_a_driver_that_torch_cannot_use_is_told(
+    said: str, refused: bool, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError(said)
+
+    pretend()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"cannot use the NVIDIA driver: {said[:20]}.*device=.cpu. would do"):
+            find_cuda_device("auto")
+    else:
+        assert find_cuda_device("auto") is None
+    assert find_cuda_device("cpu") is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find_cuda_device("auto") is None
+
+
 def test_the_cpu_where_it_is_asked_for_or_there_is_no_other(pretend: Pretend) -> None:
     pretend(NEW)
     assert find_cuda_device("cpu") is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from asyncllm.engine.execution.cuda_loading import _check_room, _check_supported
-from asyncllm.errors import InsufficientMemoryError, UnsupportedModelError
+from asyncllm.config import EngineConfig
+from asyncllm.engine.execution.cuda_loading import _check_room, _check_supported, _choose_cache_dtype
+from asyncllm.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from asyncllm.models.registry import read_model_config
 from asyncllm.testing.tiny_models import tiny_config
 
@@ -22,6 +24,16 @@ def test_head_sizes_without_a_kernel(size: int) -> None:
 @pytest.mark.parametrize("size", [16, 24, 64, 80, 96, 128, 256])
 def test_head_sizes_with_one(size: int) -> None:
     _check_supported(read_model_config(tiny_config(head_dim=size)))
+
+
+def test_a_gpu_too_old_for_eight_bit_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, narrow = torch.device("cuda", 0), EngineConfig(kv_cache_dtype="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert _choose_cache_dtype(EngineConfig(), torch.float16, device) is torch.float16
+    with pytest.raises(ConfigError, match=r'kv_cache_dtype="fp8" needs compute capability 8\.9, and cuda:0 has 8\.6'):
+        _choose_cache_dtype(narrow, torch.float16, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert _choose_cache_dtype(narrow, torch.float16, device) is torch.float8_e4m3fn
 
 
 def test_a_gpu_too_small_for_the_weights() -> None:

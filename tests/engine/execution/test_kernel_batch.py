@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def load(folder: Path, **settings: Any) -> StepExecutor:
     config = EngineConfig(max_num_seqs=4, max_model_len=128, num_blocks=64, load_format="auto", **settings)
-    executor, _ = load_executor(resolve_source(str(folder), config), config, lambda tensors: tensors)
+    executor, _ = load_executor(resolve_source(str(folder), config), config)
     return executor
 
 

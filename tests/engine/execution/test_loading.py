@@ -16,6 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.execution import loading
 from asyncllm.engine.execution.head_start import HeadStart
 from asyncllm.engine.execution.loading import load_runner
+from asyncllm.engine.execution.processor import native_kernels
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UnsupportedModelError
@@ -48,6 +49,21 @@ async def test_facts(folder: Path) -> None:
     assert facts.memory_bytes["weights"] == 4 * parameters
     assert facts.memory_bytes["cache"] == (512 + 1) * 2 * 2 * 2 * 16 * 16 * 4
     assert facts.memory_bytes["workspace"] > 0
+
+
+@pytest.mark.parametrize("native", [True, False])
+async def test_what_grows_with_the_context_is_counted(native: bool, tmp_path: Path) -> None:
+    """Tables of rotations, which the processor's kernels have copies of, and of blocks; masks, and what is gathered."""
+    path = write_tiny_model(tmp_path, config={"head_dim": 32, "max_position_embeddings": 4096})
+    settings = {"dtype": "bfloat16", "native_kernels": native, "num_blocks": 8, "max_batched_tokens": 64}
+    short, long = [await facts_of(path, max_model_len=length, **settings) for length in (2048, 4096)]
+    grown = long.memory_bytes["workspace"] - short.memory_bytes["workspace"]
+    rotations = 2048 * 32 * 2
+    if native and native_kernels() is not None:
+        rotations *= 3
+    else:
+        rotations += 256 * 2048 * 2
+    assert grown == rotations + 4 * 2048 // 16 * 8
 
 
 async def test_facts_of_a_model_with_windows(tmp_path: Path) -> None:

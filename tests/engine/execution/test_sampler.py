@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 from asyncllm.engine.execution import sampler
 from asyncllm.engine.execution.philox import uniform_draws
+from asyncllm.engine.execution.processor import native_kernels
 from asyncllm.engine.execution.sampler import SampledRows, sample
+from asyncllm.engine.plan import NO_TOKEN
+from asyncllm.kernels import sampled_rows
+from asyncllm.kernels.cpu.build import Library
 
 FloatArray = NDArray[np.float64]
 
@@ -43,8 +47,8 @@ def rows_of(rows: list[Row]) -> SampledRows:
     )
 
 
-def draw(logits: FloatArray, rows: list[Row]) -> list[int]:
-    return sample(torch.tensor(logits, dtype=torch.float32), rows_of(rows)).tolist()
+def draw(logits: FloatArray, rows: list[Row], library: Library | None = None) -> list[int]:
+    return sample(torch.tensor(logits, dtype=torch.float32), rows_of(rows), library).tolist()
 
 
 def kept(logits: FloatArray, row: Row) -> tuple[NDArray[np.bool_], bool]:
@@ -174,11 +178,27 @@ def test_draws_follow_the_distribution(row: Row) -> None:
     assert (abs(counts - count * expected) <= 6 * np.sqrt(count * expected * (1 - expected)) + 1).all()
 
 
-def test_not_a_number_gives_some_token() -> None:
-    """A broken row must not bring the step down."""
-    logits = np.full((2, 60), np.nan)
-    logits[1] = np.arange(60)
-    for rows in ([Row(temperature=0.0)] * 2, [Row(top_k=3, top_p=0.5)] * 2):
-        tokens = draw(logits, rows)
-        assert 0 <= tokens[0] < 60
-    assert draw(logits, [Row(temperature=0.0)] * 2)[1] == 59
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    "row", [Row(temperature=0.0), Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.1), Row(top_k=9, top_p=0.9)], ids=str
+)
+def test_a_row_without_a_number_has_no_token(row: Row, native: bool) -> None:
+    """And one that has any draws of those; others do not notice."""
+    library = native_kernels() if native else None
+    if native and library is None:
+        pytest.skip("no kernels for this processor")
+    logits = np.random.default_rng(5).standard_normal((7, 700))
+    logits[0], logits[1] = np.nan, -np.inf
+    logits[2], logits[2, 600] = np.nan, -3.0
+    logits[3, 650] = np.inf
+    logits[4], logits[4, ::2] = np.nan, -np.inf
+    rows = [row] * 6
+    tokens = draw(logits[:6], rows, library)
+    assert tokens[:5] == [NO_TOKEN, NO_TOKEN, 600, 650, NO_TOKEN]
+    assert tokens[5] == draw(logits[5:6], rows[:1], library)[0]
+    mixed = [row, Row(temperature=0.0), row, replace(row, top_k=0), Row(temperature=0.0), row]
+    assert draw(logits[:6], mixed, library) == tokens
+
+
+def test_the_device_says_it_alike() -> None:
+    assert sampled_rows.NO_TOKEN == NO_TOKEN

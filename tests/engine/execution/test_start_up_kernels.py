@@ -23,10 +23,12 @@ from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.kernels import compilation, language, skinny_linear
+from asyncllm.kernels import compilation, language, skinny_linear, specialized_attention
+from asyncllm.kernels.attention_plan import AttentionShape, default_tilings, make_attention_plan
 from asyncllm.kernels.block_copy import copy_blocks
 from asyncllm.kernels.compilation import compiling
-from asyncllm.kernels.language import TRITON_AVAILABLE
+from asyncllm.kernels.language import GLUON_AVAILABLE, TRITON_AVAILABLE
+from asyncllm.kernels.paged_attention import paged_attention
 from asyncllm.kernels.row_join import RECORD_WORDS, join_rows
 from asyncllm.kernels.skinny_linear import VectorTiling
 from asyncllm.kernels.step_layout import StepWords
@@ -221,3 +223,31 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
             with compiling(1, processes):
                 launch_two(4)
             assert compiled.cached == []
+
+    @pytest.mark.skipif(not GLUON_AVAILABLE, reason="needs Triton 3.6")
+    @pytest.mark.parametrize("dim", [64, 128])
+    def test_large_tiles_are_attended_at_full_speed(dim: int, compiled: Compiled) -> None:
+        """Compiled in a process of its own, as a Gluon kernel is. The machine code neither keeps registers in memory
+        nor waits for each product."""
+        shape = AttentionShape(8, 2, dim, 64, None)
+        tilings = default_tilings(
+            shape, torch.bfloat16, multiprocessors=132, descriptors=True, specialized=True, deterministic=False
+        )
+        assert tilings[1].programs == 132
+        plan = make_attention_plan(
+            shape, torch.bfloat16, torch.device("cpu"), max_tokens=256, max_sequences=2, tilings=tilings
+        )
+        query = torch.zeros((256, 8, dim), dtype=torch.bfloat16)
+        cache, table = torch.zeros((2, 9, 2, 64, dim), dtype=torch.bfloat16), torch.zeros((2, 8), dtype=torch.int32)
+        with CompileProcesses() as processes:
+            processes.start()
+            with compiling(2, processes):
+                paged_attention(query, cache, table, plan, scale=0.1)
+        names = ["_attention_kernel", "_specialized_attention_kernel"]
+        assert sorted(compiled.names) == sorted(compiled.cached) == names
+        specialized: Any = specialized_attention._specialized_attention_kernel
+        ((kernels, *_),) = specialized.device_caches.values()
+        (kernel,) = kernels.values()
+        code = kernel.asm["sass"]
+        assert 0 < code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA"), "waits and products of the matrix units"
+        assert "STL" not in code

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncllm.engine.plan import CacheGroup, StepPlan, StepResult
+from asyncllm.engine.plan import NO_TOKEN, CacheGroup, StepPlan, StepResult
 from asyncllm.engine.scheduling.scheduler import Ended, Scheduler, StepTokens
 from asyncllm.errors import ContextLengthError, RequestError
 from asyncllm.results import FinishReason
@@ -516,6 +517,76 @@ def test_window_runs_in_a_pool_that_just_holds_it(groups: tuple[CacheGroup, ...]
     hand.run()
     assert len(hand.output[0]) == 20
     assert hand.scheduler.counts().preemptions == 0
+
+
+# --- tokens that could not be sampled ---
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 6])
+@RUN_AHEAD
+def test_who_has_no_token_ends_alone(step: int, run_ahead: int) -> None:
+    """In its first step, when a block was just filled, in its last one; what is on its way for it is dropped."""
+    hand = Hand(run_ahead=run_ahead)
+    for request in range(3):
+        hand.add(request, (7, 8, request), max_tokens=7)
+    for done in range(step + 1):
+        while len(hand.in_flight) <= run_ahead and hand.launch() is not None:
+            pass
+        tokens = hand.complete(**({"r1": NO_TOKEN} if done == step else {}))
+        assert list(tokens.unsampled) == ([1] if done == step else [])
+    hand.run()
+    assert [len(hand.output[request]) for request in range(3)] == [7, step, 7]
+    assert sorted(hand.ended) == [0, 2]
+    assert sorted(hand.released) == [0, 1, 2]
+    assert hand.scheduler.counts().blocks_used == 0
+
+
+@RUN_AHEAD
+def test_blocks_of_who_has_no_token_are_nobody_elses(run_ahead: int) -> None:
+    """They may hold no numbers. Those that it shares stay with their holders, and are computed by who comes next."""
+    hand = Hand(run_ahead=run_ahead)
+    hand.add(0, range(12), max_tokens=20)
+    hand.must_launch()
+    hand.complete()
+    hand.add(1, [*range(12), 50, 51, 52, 53, 54])
+    while True:
+        while hand.launch() is not None:
+            pass
+        if hand.complete(r1=NO_TOKEN).unsampled:
+            break
+    hand.add(2, [*range(12), 50, 51, 52, 53, 54])
+    hand.run()
+    assert hand.ended[2].cached_tokens == 0
+    assert hand.output[2] == [100 + i for i in range(8)]
+    hand.add(3, [*range(12), 50, 51, 52, 53, 54])
+    hand.run()
+    assert hand.ended[3].cached_tokens == 16
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_may_be_missing_at_any_moment(seed: int) -> None:
+    """Among arrivals, aborts, preemptions and windows; everything comes back, and nobody has two ends."""
+    draw = random.Random(seed)
+    groups = draw.choice([(FULL,), (CacheGroup(6),), (FULL, CacheGroup(6))])
+    sizes = {"num_blocks": draw.choice([20, 40]), "max_batched_tokens": draw.choice([4, 8, 64]), "max_model_len": 40}
+    hand, count, unsampled = Hand(groups=groups, run_ahead=seed % 3, **sizes), 0, set[int]()
+    for _ in range(120):
+        if draw.random() < 0.3 and count < 14:
+            tokens = [draw.randint(1, 3) for _ in range(draw.randint(1, 20))]
+            hand.add(count, tokens, max_tokens=draw.randint(1, 12))
+            count += 1
+        while draw.random() < 0.8 and hand.launch() is not None:
+            pass
+        if hand.in_flight:
+            sampled = hand.maps[hand.in_flight[0].step]
+            done = hand.complete(**{f"r{request}": NO_TOKEN for request in sampled if draw.random() < 0.1})
+            unsampled.update(done.unsampled)
+            assert NO_TOKEN not in done.token_ids
+        if draw.random() < 0.05 and count:
+            hand.finish_one(draw.randrange(count))
+    hand.run()
+    assert sorted([*unsampled, *hand.ended]) == sorted(hand.released) == list(range(count))
+    assert hand.scheduler.counts().blocks_used == 0
 
 
 # --- prefix caching ---

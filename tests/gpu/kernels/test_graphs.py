@@ -102,36 +102,40 @@ def test_sampling_graph_waits_for_nothing() -> None:
         assert tokens.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_common_prefixes_of_many_rows(backwards: bool) -> None:
+@pytest.mark.parametrize("count", [40, 64])
+def test_common_prefixes_of_many_rows(count: int) -> None:
+    """Whichever program merges a row: those of its own keys end before those of the keys it shares, or after."""
     case = Case(
         q_heads=32,
         kv_heads=8,
         dim=128,
         block_size=64,
-        sequences=tuple((1600 + 17 * i % 900, 1) for i in range(64)),
-        prefixes=(Prefix(tuple(range(3, 64)), 20), Prefix((0, 1), 6)),
+        sequences=tuple((1600 + 17 * i % 900, 1) for i in range(count)),
+        prefixes=(Prefix(tuple(range(3, count)), 20), Prefix((0, 1), 6)),
     )
     step = make_step(case, DEVICE, torch.bfloat16)
     shape = attention_plan.AttentionShape(32, 8, 128, 64, None)
     sequences = attention_plan.Sequences(step.query_starts, step.context_lens, step.rows, step.num_sequences)
     plan = attention_plan.make_attention_plan(
-        shape, torch.bfloat16, DEVICE, max_tokens=len(step.query), max_sequences=64
+        shape, torch.bfloat16, DEVICE, max_tokens=len(step.query), max_sequences=count
     )
     attention_plan.plan_attention(plan, sequences, tokens=len(step.query), block_table=step.block_table)
     units = plan.small_units[: int(plan.totals[0])]
     assert int(units[:, 15].sum()) >= 5
-    if backwards:
-        units.copy_(units.flip(0))
     expected = paged_attention.paged_attention_reference(
         step.query.float(), step.cache.float(), step.block_table, shape, sequences, scale=0.1
     )
-    for _ in range(20):  # a race would show
+    first = None
+    for i in range(20):  # a race would show
+        if i % 5 == 0:
+            units.copy_(units.flip(0))
         output = paged_attention.paged_attention(
             step.query, step.cache, step.block_table, plan, scale=0.1, chunks=False
-        )
-        error = (output[: step.tokens].float() - expected[: step.tokens]).norm() / expected[: step.tokens].norm()
+        )[: step.tokens]
+        error = (output.float() - expected[: step.tokens]).norm() / expected[: step.tokens].norm()
         assert error < 8e-3
+        first = output if first is None else first
+        assert torch.equal(output, first)
 
 
 @pytest.mark.parametrize("window", [None, 100])

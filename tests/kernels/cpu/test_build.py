@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.kernels.cpu import build
-from asyncllm.kernels.cpu.build import SOURCE, BuildError, Library, load_library
+from asyncllm.kernels.cpu.build import SOURCE, BuildError, BuildInterrupted, Library, load_library
 
 ROOT = Path(build.__file__).parents[3]
 
@@ -81,6 +81,26 @@ def test_a_compiler_that_hangs_ends_with_what_it_runs(tmp_path: Path, monkeypatc
             return
         time.sleep(0.02)
     raise AssertionError("its child goes on")
+
+
+def test_a_compiler_ends_once_nobody_wants_what_it_makes(tmp_path: Path) -> None:
+    hangs = write_compiler(tmp_path / "hangs", f"touch '{tmp_path}/begun'; exec sleep 1000")
+    with pytest.raises(BuildInterrupted):
+        load_library(tmp_path / "kernels", hangs, lambda: not (tmp_path / "begun").exists())
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_is_cleared_away(quick: str, tmp_path: Path) -> None:
+    """But not what may still be written to, nor what is not ours."""
+    for name in ("compiling-old", "compiling-new", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.so").write_bytes(b"half")
+    long_ago = time.time() - 4000
+    for name in ("compiling-old", "mine"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    load_library(tmp_path, quick)
+    names = {path.name for path in tmp_path.iterdir() if path.suffix != ".so"}
+    assert names == {"compiling-new", "mine"}
 
 
 def test_a_program_that_ends_waits_for_no_compiler(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_rows_are_apart(compiled: Library) -> None:
         assert draw_tokens(compiled, logits[row, None], torch.ones(1), uniform[row, None]) == together[row]
     logits[3], logits[4] = torch.nan, -torch.inf
     again = draw_tokens(compiled, logits, torch.ones(9), uniform)
-    assert ((again >= 0) & (again < 5000)).all()
+    assert again[[3, 4]].tolist() == [-1, -1]
     assert torch.equal(again[[0, 1, 2, 5, 6, 7, 8]], together[[0, 1, 2, 5, 6, 7, 8]])
 
 
@@ -53,6 +53,17 @@ def test_large_logits_and_small_temperatures(compiled: Library) -> None:
     assert draw_tokens(compiled, logits, torch.tensor([1e-3, 1e-5]), torch.tensor([0.9, 0.9])).tolist() == [0, 1]
     for temperature in (1e-37, 1e-39, 1e-44):  # the last two are denormal numbers
         assert draw_tokens(compiled, logits, torch.full((2,), temperature), torch.ones(2)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 999])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_what_no_share_can_be_found_of(compiled: Library, odd: float, place: int) -> None:
+    logits = torch.randn(2, 1000)
+    logits[1, place] = odd
+    found = draw_tokens(compiled, logits, torch.ones(2), torch.full((2,), 0.5))
+    assert found[0] >= 0
+    assert found[1] == -1
+    assert draw_reference(logits, torch.ones(2), torch.full((2,), 0.5))[1] == -1
 
 
 def test_uniform_numbers(compiled: Library) -> None:

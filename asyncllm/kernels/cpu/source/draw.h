@@ -1,4 +1,5 @@
 // Draws a token of each row of logits: the first whose weight, added to those of all before it, reaches a given share.
+// -1 where a logit is not a number, or +inf, or all are -inf.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +36,9 @@ inline std::int64_t draw(const float *logits, std::int64_t vocabulary, float tem
     sum += _mm512_reduce_add_ps(part);
     ends[tile] = sum;
   }
+  if (!(sum > 0.0)) return -1;
   const double target = static_cast<double>(uniform) * sum;
-  // past the end where a row is not a number
+  // past the end where no sum reaches it
   const std::int64_t tile = std::min<std::int64_t>(std::lower_bound(ends, ends + tiles, target) - ends, tiles - 1);
   double reached = tile ? ends[tile - 1] : 0.0;
   std::int64_t last = tile * kDrawTile;  // with a weight: what is drawn where rounding kept the sum below the target

@@ -1,0 +1,59 @@
+"""Kernels of the processor with a planted fault, each compiled anew: their tests catch it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from asyncllm.kernels.cpu import build
+from asyncllm.kernels.cpu.build import Library, load_library
+from tests.kernels.cpu.test_decoder import (
+    test_a_prompt_and_what_follows,
+    test_rows_beside_each_other,
+    test_what_follows_alone,
+)
+from tests.kernels.cpu.test_draw import test_the_share_that_is_asked_for
+
+CHECKS = {
+    "rows": lambda library: test_rows_beside_each_other(library, "smollm2"),
+    "window": lambda library: test_a_prompt_and_what_follows(library, "window", 77),
+    "alone": lambda library: test_what_follows_alone(library, "window"),
+    "heads": lambda library: test_a_prompt_and_what_follows(library, "head norms", 13),
+    "draw": lambda library: test_the_share_that_is_asked_for(library, 1000),
+}
+
+
+@pytest.fixture(scope="module")
+def tiled(compiled: Library) -> Library:
+    if not compiled.tiles:
+        pytest.skip("this processor has no matrix unit, so that chunks are attended by other code")
+    return compiled
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "check"),
+    [
+        ("decoder.cpp", "step.rows[token] * step.table_width", "step.rows[0] * step.table_width", "rows"),
+        ("decoder.cpp", "position - layer.window + 1)", "position - layer.window)", "alone"),
+        ("attention.h", "_mm512_cmple_epi32_mask(at, positions)", "_mm512_cmplt_epi32_mask(at, positions)", "window"),
+        ("attention.h", "_mm512_cmpgt_epi32_mask(at, oldest)", "_mm512_cmpge_epi32_mask(at, oldest)", "window"),
+        ("attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
+        ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
+    ],
+)
+def test_planted_fault_is_caught(  # noqa: PLR0917
+    tiled: Library, file: str, right: str, wrong: str, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CHECKS[check](tiled)
+    source = Path(shutil.copytree(build.SOURCE, tmp_path / "source"))
+    text = (source / file).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    (source / file).write_text(text.replace(right, wrong), encoding="utf-8")
+    monkeypatch.setattr(build, "SOURCE", source)
+    faulty = load_library(tmp_path / "kernels")
+    with pytest.raises(AssertionError):
+        CHECKS[check](faulty)
