@@ -130,7 +130,7 @@ class DecoderKernel:
             return lost
 
         tiles = ctypes.c_int64(self._library.tiles)
-        self._library.team.run(decode)
+        self._library.team.run(decode, (id(self), len(residual), len(step.span_starts)))
 
 
 class _LayerStruct(ctypes.Structure):

@@ -1,59 +1,88 @@
 """How many threads compute a kernel together (`source/team.h`).
 
 The threads of a team wait for each other hundreds of times a step. Where others use the processors too, a thread that
-does not run holds up all of them each time, and a smaller team, which waits less, or a thread alone, is much faster.
+does not run holds up all of them each time; a smaller team, or a thread alone, may then be faster. Whether it is, a few
+calls tell.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 
-_MEMORY = 0.04
-"""Seconds of computing after which the average has forgotten most of what was before."""
-_MOST_WEIGHT = 0.2
-"""Of one call in the average: others may have taken a processor for once."""
-_LIMIT = 0.5
-"""A team that loses more of its time than this is no faster than half of it."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 3.2
-"""Seconds until a larger team is tried again: twice as long each time that it fails."""
+_WEIGHT = 0.2
+"""Of one call in an average."""
+_LOST = 0.4
+"""A team that loses more of its time than this may be slower than half of it."""
+_CALLS, _GIVEN_UP = 6, 40
+"""So many calls that can be compared make a trial; one that has so many others is given up."""
+_GAIN = 0.9
+"""A size that takes this much of the time of another is better."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.6
+"""Seconds between trials: twice as many after each that changed nothing."""
 
 
+@dataclass(slots=True)
+class _Trial:
+    """Calls with another size of the team, and what they took before, in seconds."""
+
+    halvings: int
+    calls: int = 0
+    compared: int = 0
+    seconds: float = 0.0
+    before: float = 0.0
+
+
+@dataclass(slots=True)
 class TeamSize:
-    """Chooses the size of the next team by what the last ones have lost."""
+    """Chooses the size of the next team by what the last ones took."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._halvings = 0
-        self._lost = 0.0  # average share of the time that threads have waited for one that did not run
-        self._pause = _FIRST_PAUSE
-        self._changed = clock()
+    clock: Callable[[], float] = time.perf_counter
+    _halvings: int = 0
+    _lost: float = 0.0  # average share of the time that threads have waited for one that did not run
+    _seconds: dict[Hashable, float] = field(default_factory=dict)  # average by kind of call, with this size
+    _trial: _Trial | None = None
+    _pause: float = _FIRST_PAUSE
+    _next_trial: float = 0.0
 
-    def run(self, kernel: Callable[[int], float]) -> None:
-        """Call `kernel` with a number of threads; it returns the share of its time that they have lost, from 0 to 1."""
-        start = self._clock()
-        lost = kernel(self.choose())
-        self.note(lost, self._clock() - start)
+    def run(self, kernel: Callable[[int], float], kind: Hashable = None) -> None:
+        """Call `kernel` with a number of threads; it returns the share of its time that they have lost, from 0 to 1.
 
-    def choose(self) -> int:
-        """As many threads as torch has, or fewer while these would wait for each other."""
-        passed = self._clock() - self._changed
-        if self._halvings and passed > self._pause:
-            self._change(self._halvings - 1)
-        elif passed > 2 * _LONGEST_PAUSE:
-            self._pause = _FIRST_PAUSE  # nothing has failed for long
-        return max(1, torch.get_num_threads() >> self._halvings)
+        Calls of one `kind` have as much to do; those without one tell nothing.
+        """
+        halvings = self._halvings if self._trial is None else self._trial.halvings
+        start = self.clock()
+        lost = kernel(max(1, torch.get_num_threads() >> halvings))
+        if kind is not None:
+            self._note(kind, lost, self.clock() - start)
 
-    def note(self, lost: float, seconds: float) -> None:
-        """A team has lost this share of the time that it took."""
-        weight = min(_MOST_WEIGHT, 1.0 - math.exp(-seconds / _MEMORY))
-        self._lost += weight * (lost - self._lost)
-        if self._lost > _LIMIT:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._change(self._halvings + 1)
+    def _note(self, kind: Hashable, lost: float, seconds: float) -> None:
+        if self._trial is not None:
+            self._compare(self._trial, kind, seconds)
+            return
+        self._seconds[kind] = seconds + (1.0 - _WEIGHT) * (self._seconds.get(kind, seconds) - seconds)
+        self._lost += _WEIGHT * (lost - self._lost)
+        if self.clock() < self._next_trial:
+            return
+        if self._lost > _LOST:
+            self._trial = _Trial(self._halvings + 1)
+        elif self._halvings:
+            self._trial = _Trial(self._halvings - 1)
 
-    def _change(self, halvings: int) -> None:
-        self._halvings, self._lost, self._changed = halvings, 0.0, self._clock()
+    def _compare(self, trial: _Trial, kind: Hashable, seconds: float) -> None:
+        trial.calls += 1
+        if (before := self._seconds.get(kind)) is not None:
+            trial.compared += 1
+            trial.seconds += seconds
+            trial.before += before
+        if trial.compared < _CALLS and trial.calls < _GIVEN_UP:
+            return
+        better = trial.compared >= _CALLS and trial.seconds < _GAIN * trial.before
+        self._pause = _FIRST_PAUSE if better else min(2 * self._pause, _LONGEST_PAUSE)
+        if better:
+            self._halvings = trial.halvings
+            self._seconds.clear()
+        self._trial, self._lost, self._next_trial = None, 0.0, self.clock() + self._pause

@@ -153,6 +153,19 @@ def test_many_keys(library: Library) -> None:
     assert_near(model, 0, torch.cat(found))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_single_tokens_with_many_keys(library: Library, name: str) -> None:
+    """More than a piece of keys, and fewer; at the ends of blocks and of pieces, of rows whose tables are full."""
+    lengths = [255, 256, 271, 303, 15, 63]
+    model = Model(library, CASES[name], len(lengths), 304)
+    first = [model.run([(row, 0, length)]) for row, length in enumerate(lengths)]
+    last = model.run([(row, length, 1) for row, length in enumerate(lengths)])
+    for row, found in enumerate(first):
+        assert_near(model, row, torch.cat((found, last[row, None])))
+        exact = model.expected(row, len(found) + 1, torch.float64)[-1]
+        torch.testing.assert_close(last[row].double(), exact, rtol=0.05, atol=0.08)
+
+
 @pytest.mark.parametrize("name", ["smollm2", "window", "small blocks"])
 def test_rows_beside_each_other(library: Library, name: str) -> None:
     """Single tokens and chunks of other rows in one step, with histories of their own."""

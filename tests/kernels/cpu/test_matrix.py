@@ -41,7 +41,7 @@ def make(
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (208, 576), (4224, 64)])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 33, 70])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 12, 16, 17, 32, 33, 64, 70])
 def test_nearer_than_bfloat16(library: Library, bits: int, outputs: int, inputs: int, count: int) -> None:
     """Nearer to float64 than torch's product with weights that are rounded to bfloat16."""
     weight, x = grouped(outputs, inputs, min(bits, 8)), rows_of(count, inputs)
@@ -87,6 +87,32 @@ def test_weights_are_those_of_the_file(library: Library, bits: int) -> None:
         [kernel_product(library, row[None], matrix, dtype=torch.float32) for row in torch.eye(64).bfloat16()]
     )
     torch.testing.assert_close(found.double(), exact.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [1, 16, 24, 40])
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**-9, 2.0**20])
+def test_weights_of_any_size(library: Library, bits: int, count: int, size: float) -> None:
+    """float16 holds them as multiples of a unit; what is much smaller than the others is there too."""
+    weight, x = grouped(64, 96, bits), rows_of(count, 96)
+    weight = GroupedTensor(weight.codes, size * weight.scales, size * weight.zeros, bits)
+    weight.scales[3], weight.zeros[3] = 1e-4 * weight.scales[3], 0.0
+    assert takes_groups(weight.scales, weight.zeros, bits)
+    matrix, exact = make(weight, bits)
+    expected = product_reference(x.double(), exact)
+    rounded = product_reference(x, exact.bfloat16())
+    found = kernel_product(library, x, matrix, dtype=torch.float32)
+    assert (found.double() - expected).abs().mean() < (rounded.double() - expected).abs().mean()
+
+
+@pytest.mark.parametrize("count", [9, 40])
+def test_small_and_large_inputs(library: Library, count: int) -> None:
+    """No product of two numbers is lost, however small the result."""
+    matrix, exact = make(grouped(64, 96, 4), 4)
+    for size in (1e-12, 1e-6, 1e6, 1e30):
+        x = (size * rows_of(count, 96)).bfloat16()
+        found = kernel_product(library, x, matrix, dtype=torch.float32).double()
+        torch.testing.assert_close(found / size, x.double() / size @ exact.T, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -140,6 +166,8 @@ def test_what_is_taken() -> None:
     assert not takes_shape(0, 96, gated=False)
     weight = grouped(16, 64, 4)
     assert takes_groups(weight.scales, weight.zeros, 4)
+    assert takes_groups(weight.scales * 1e-8, weight.zeros * 1e-8, 4)
     assert not takes_groups(weight.scales * 1e-8, weight.zeros, 4)
     assert not takes_groups(weight.scales, weight.zeros + 1e6, 4)
+    assert not takes_groups(weight.scales, weight.zeros + float("inf"), 4)
     assert not takes_groups(weight.scales * float("nan"), weight.zeros, 4)
