@@ -26,7 +26,8 @@ except ModuleNotFoundError:
 else:
     TRITON_AVAILABLE = True
     constexpr = tl.constexpr
-"""Makes a number of a module known to its kernels."""
+"""Makes a number of a module known to its kernels. Not to a function that several kernels call: Triton 3.6 then has a
+key of a kernel in its cache that depends on which of them came first, and so differs between processes."""
 
 load_block: Any = None
 barrier: Any = None

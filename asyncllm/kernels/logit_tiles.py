@@ -222,6 +222,7 @@ def draw_unfiltered(
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    NO_TOKEN: tl.constexpr,
 ) -> tl.tensor:
     """The token of a row without filters, or of a greedy one; or none."""
     if temperature <= 0.0:
@@ -234,7 +235,7 @@ def draw_unfiltered(
             source, adjusted, is_adjusted, weights, highest, float("-inf"), uniform, temperature,
             ADJUSTED, VOCABULARY, TILES_PAD, TILE,
         )  # fmt: skip
-    return tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), _NO_TOKEN, tl.minimum(token, VOCABULARY - 1))
+    return tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), NO_TOKEN, tl.minimum(token, VOCABULARY - 1))
 
 
 @jit_unspecialized("most_suppressed")
@@ -329,7 +330,7 @@ def _sum_tiles_kernel(
         tile_sums = tl.load(sums + tiles, mask=tiles < TILES, other=0.0, cache_modifier=".cg")
         token = draw_unfiltered(
             source, adjusted, is_adjusted, tile_maxima, tile_sums, seed, position, choice, temperature,
-            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE, _NO_TOKEN,
         )  # fmt: skip
         tl.store(token_ids + index, token)
         tl.store(row_token_ids + row, tl.maximum(token, 0))

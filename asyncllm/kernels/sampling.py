@@ -228,7 +228,7 @@ def _draw_kernel(
     if (temperature <= 0.0) | (filtered == 0):
         token = draw_unfiltered(
             source, adjusted, is_adjusted, tile_maxima, tile_sums, seed, position, choice, temperature,
-            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE,
+            ADJUSTED, VOCABULARY, TILES, TILES_PAD, TILE, _NO_TOKEN,
         )  # fmt: skip
     else:
         lists += index * TILES

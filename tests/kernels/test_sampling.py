@@ -141,7 +141,7 @@ def test_a_row_without_a_number_has_no_token(filters: bool, device: torch.device
     [
         (sampling, "token = tl.where(filled > 0, token, _NO_TOKEN)\n", "token += 0\n"),
         (sampling, "tl.store(row_token_ids + row, tl.maximum(token, 0))", "tl.store(row_token_ids + row, token)"),
-        (logit_tiles, 'tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), _NO_TOKEN, ', "tl.where(False, 0, "),
+        (logit_tiles, 'tl.where(tl.max(tile_maxima, axis=0) == float("-inf"), NO_TOKEN, ', "tl.where(False, 0, "),
         (logit_tiles, "tl.store(row_token_ids + row, tl.maximum(token, 0))", "tl.store(row_token_ids + row, token)"),
     ],
 )
