@@ -62,9 +62,9 @@ struct Team {
   // This thread's part of `count` things that cost the same, and follow each other in memory.
   Range share(int64_t count) const { return {count * thread / threads, count * (thread + 1) / threads}; }
 
-  // Calls `function(begin, end)` for pieces of `count` things: a part that is this thread's own, and then what nobody has
-  // taken yet of the rest. So a thread that others hold up for a while holds up the team less. `taken` is 0 before; null:
-  // all is shared out.
+  // Calls `function(begin, end)` for pieces of `count` things: a part that is this thread's own, and then what nobody
+  // has taken yet of the rest. So a thread that others hold up for a while holds up the team less. `taken` is 0 before;
+  // null: all is shared out.
   template <class Function>
   void divide(int64_t count, std::atomic<int64_t> *taken, Function &&function) const {
     if (!taken || threads == 1) return function(share(count).begin, share(count).end);

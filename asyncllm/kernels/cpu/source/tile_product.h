@@ -1,9 +1,9 @@
 // Products of many rows by the processor's matrix unit (AMX), in bfloat16.
 //
-// Codes become bfloat16 in four instructions for 32 of them. They are multiplied and added to in float16, which is exact
-// to 11 bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that
-// makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise`
-// before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
+// Codes become bfloat16 in four or five instructions for 32 of them. They are multiplied and added to in float16, which
+// has 11 bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number
+// that makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by
+// `kRaise` before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
 #pragma once
 
 #include "matrix.h"
@@ -12,8 +12,8 @@ namespace asyncllm {
 
 #ifdef __AMX_BF16__
 
-// What sums of products with weights that were made of codes are multiplied by. What the shift cuts off is up to a whole
-// unit of the last place: on average it makes a weight smaller by ln(2) / 256 of itself.
+// What sums of products with weights that were made of codes are multiplied by. What the shift cuts off is up to a
+// whole unit of the last place: on average it makes a weight smaller by ln(2) / 256 of itself.
 inline float sum_factor(const Matrix &w) {
   if (w.bits == 16) return 1.0f;
   constexpr double kShifted = 0x1p112, kLarger = 1.0 + 0.6931472 / 256.0;
