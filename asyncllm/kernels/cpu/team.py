@@ -17,8 +17,9 @@ _WEIGHT = 0.2
 """Of one call in an average."""
 _LOST = 0.4
 """A team that loses more of its time than this may be slower than half of it."""
-_CALLS, _GIVEN_UP = 6, 40
-"""So many calls that can be compared make a trial; one that has so many others is given up."""
+_CALLS, _SECONDS, _GIVEN_UP = 6, 0.06, 200
+"""So many calls that can be compared, which took so long before, make a trial; after so many of any kind it is given
+up."""
 _GAIN = 0.9
 """A size that takes this much of the time of another is better."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.6
@@ -78,9 +79,10 @@ class TeamSize:
             trial.compared += 1
             trial.seconds += seconds
             trial.before += before
-        if trial.compared < _CALLS and trial.calls < _GIVEN_UP:
+        whole = trial.compared >= _CALLS and trial.before >= _SECONDS
+        if not whole and trial.calls < _GIVEN_UP:
             return
-        better = trial.compared >= _CALLS and trial.seconds < _GAIN * trial.before
+        better = whole and trial.seconds < _GAIN * trial.before
         self._pause = _FIRST_PAUSE if better else min(2 * self._pause, _LONGEST_PAUSE)
         if better:
             self._halvings = trial.halvings

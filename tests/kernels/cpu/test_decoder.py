@@ -153,6 +153,23 @@ def test_many_keys(library: Library) -> None:
     assert_near(model, 0, torch.cat(found))
 
 
+@pytest.mark.parametrize("threads", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 7, 18])
+def test_any_number_of_threads(library: Library, threads: int, rows: int) -> None:
+    """What a thread computes is its own part and what it takes of the rest; few things are left out of neither."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name in ("smollm2", "window"):
+            model = Model(library, CASES[name], rows, 40)
+            first = [model.run([(row, 0, 39)]) for row in range(rows)]
+            last = model.run([(row, 39, 1) for row in range(rows)])
+            for row, found in enumerate(first):
+                assert_near(model, row, torch.cat((found, last[row, None])))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_single_tokens_with_many_keys(library: Library, name: str) -> None:
     """More than a piece of keys, and fewer; at the ends of blocks and of pieces, of rows whose tables are full."""

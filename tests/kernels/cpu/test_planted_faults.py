@@ -12,15 +12,21 @@ from asyncllm.kernels.cpu.build import Library, load_library
 from tests.kernels.cpu.test_decoder import (
     test_a_prompt_and_what_follows,
     test_rows_beside_each_other,
+    test_single_tokens_with_many_keys,
     test_what_follows_alone,
 )
-from tests.kernels.cpu.test_draw import test_the_share_that_is_asked_for
+from tests.kernels.cpu.test_draw import test_the_share_that_is_asked_for, test_uniform_numbers
+from tests.kernels.cpu.test_matrix import test_nearer_than_bfloat16
 
 CHECKS = {
     "rows": lambda library: test_rows_beside_each_other(library, "smollm2"),
     "window": lambda library: test_a_prompt_and_what_follows(library, "window", 77),
     "alone": lambda library: test_what_follows_alone(library, "window"),
     "heads": lambda library: test_a_prompt_and_what_follows(library, "head norms", 13),
+    "many keys": lambda library: test_single_tokens_with_many_keys(library, "smollm2"),
+    "many keys in a window": lambda library: test_single_tokens_with_many_keys(library, "window"),
+    "product": lambda library: test_nearer_than_bfloat16(library, 4, 208, 576, 12),
+    "uniform": test_uniform_numbers,
     "draw": lambda library: test_the_share_that_is_asked_for(library, 1000),
 }
 
@@ -36,11 +42,22 @@ def tiled(compiled: Library) -> Library:
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "check"),
     [
-        ("decoder.cpp", "step.rows[token] * step.table_width", "step.rows[0] * step.table_width", "rows"),
-        ("decoder.cpp", "position - layer.window + 1)", "position - layer.window)", "alone"),
-        ("attention.h", "_mm512_cmple_epi32_mask(at, positions)", "_mm512_cmplt_epi32_mask(at, positions)", "window"),
-        ("attention.h", "_mm512_cmpgt_epi32_mask(at, oldest)", "_mm512_cmpge_epi32_mask(at, oldest)", "window"),
-        ("attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("decoder.h", "step.rows[token] * step.table_width", "step.rows[0] * step.table_width", "rows"),
+        ("decoder.h", "position - layer.window + 1)", "position - layer.window)", "alone"),
+        ("chunk_attention.h", "_mm512_cmple_epi32_mask(at, pos", "_mm512_cmplt_epi32_mask(at, pos", "window"),
+        ("chunk_attention.h", "_mm512_cmpgt_epi32_mask(at, oldest)", "_mm512_cmpge_epi32_mask(at, oldest)", "window"),
+        ("chunk_attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("token_attention.h", "from = std::max(first, start)", "from = start", "many keys in a window"),
+        ("token_attention.h", "start > begin, sums", "false, sums", "many keys"),
+        (
+            "token_attention.h",
+            "if (blocks > 1) _tile_stored(1",
+            "if (blocks > 2) _tile_stored(1",
+            "many keys in a window",
+        ),
+        ("tile_product.h", "_mm512_and_si512(weight, kept)", "weight", "product"),
+        ("tile_product.h", "block += 2, second += 2", "block += 2, second += 1", "product"),
+        ("philox.h", "k1 += 0xBB67AE85", "k1 += 0xBB67AE84", "uniform"),
         ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
         ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
     ],

@@ -48,7 +48,7 @@ def test_a_team_that_loses_little_stays() -> None:
 
 def test_one_that_loses_much_and_is_the_fastest_stays() -> None:
     sizes = Machine(0.3, lost=0.6).run(5000)
-    assert sizes.count(8) > 0.98 * len(sizes)
+    assert sizes.count(8) > 0.9 * len(sizes)
     assert set(sizes) == {8, 4}  # which was tried
 
 
@@ -72,7 +72,7 @@ def test_one_bad_call_says_little() -> None:
 def test_a_trial_of_other_calls_is_given_up() -> None:
     machine = Machine(-0.1, lost=0.9)
     assert machine.run(2)[-1] == 4
-    for kind in range(60):  # none of which was before
+    for kind in range(220):  # none of which was before
         machine.team.run(lambda threads: 0.9, kind)
     assert machine.run(1)[0] == 8
 

@@ -159,9 +159,11 @@ inline void attend_heads(const bf16 *query, const History &history, int64_t firs
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
   for (; done + Most <= group; done += Most)
-    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
+    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, factor, out + done * dim,
+                                     scores);
   for (; done < group; ++done)
-    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, factor, out + done * dim, scores);
+    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, factor, out + done * dim,
+                                  scores);
 }
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }

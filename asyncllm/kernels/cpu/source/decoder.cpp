@@ -5,16 +5,18 @@
 
 namespace asyncllm {
 
+constexpr int64_t kTaken = 5;  // what of a layer is taken piece by piece
+
 // One thread's way through the layers.
 class Pass {
  public:
-  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, std::atomic<int64_t> *tasks)
+  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, std::atomic<int64_t> *taken)
       : team_(team),
         model_(model),
         step_(step),
         heads_(model.heads()),
         tiles_(tiles),
-        tasks_(tasks),
+        taken_(taken),
         heads_at_once_(choose_heads_at_once()),
         prefetcher_(team, model, step, tasks_of_token()),
         arena_{step.workspace},
@@ -40,7 +42,7 @@ class Pass {
     const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
     product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Output::kStore, space_.qkv, layer.qkv.outputs});
-    attend(layer, index);
+    attend(layer);
     if (index + 1 < model_.count) prefetcher_.start(model_.layers[index + 1]);
     team_.wait();
     product(layer.output, plain(layer.output, space_.attended), stream);
@@ -51,7 +53,8 @@ class Pass {
   }
 
   void product(const Matrix &matrix, const Rows &input, const Output &output) {
-    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, [&](int64_t blocks) { prefetcher_.ask(blocks); });
+    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, taken_++,
+             [&](int64_t blocks) { prefetcher_.ask(blocks); });
     team_.wait();
   }
 
@@ -154,7 +157,7 @@ class Pass {
     }
   }
 
-  void attend(const Layer &layer, int64_t index) {
+  void attend(const Layer &layer) {
     const int64_t singles = step_.singles;
     const bool waits = step_.spans || step_.reads_new;
     for_heads(0, singles, [&](int64_t token, int64_t head, int64_t count) {
@@ -168,7 +171,7 @@ class Pass {
     for_heads(0, singles,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
 #ifdef __AMX_BF16__
-    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, tasks_ + index);
+    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, taken_++);
 #endif
     for_heads(singles, step_.tokens,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
@@ -200,7 +203,7 @@ class Pass {
   const Step &step_;
   const Heads heads_;
   const bool tiles_;
-  std::atomic<int64_t> *tasks_;  // of each layer: pieces of chunks that were taken
+  std::atomic<int64_t> *taken_;  // of each product and each attention that follow: what was taken of it
   const int64_t heads_at_once_;  // KV heads of a token alone in its row
   KeyPrefetcher prefetcher_;
   Arena arena_;
@@ -222,23 +225,23 @@ int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 int64_t asyncllm_workspace_bytes(const Decoder *model, const Step *step) {
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
-  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * model->count + 64;
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * kTaken * model->count + 64;
 }
 
 // Returns what `run_team` does, as all functions that compute with several threads.
 double asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
-  auto *tasks = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
-  for (int64_t i = 0; i < model->count; ++i) tasks[i].store(0, std::memory_order_relaxed);
+  auto *taken = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
+  for (int64_t i = 0; i < kTaken * model->count; ++i) taken[i].store(0, std::memory_order_relaxed);
   return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return Pass(team, *model, *step, true, tasks).run();
+      return Pass(team, *model, *step, true, taken).run();
     }
 #endif
-    Pass(team, *model, *step, false, tasks).run();
+    Pass(team, *model, *step, false, taken).run();
   });
 }
 
@@ -303,10 +306,10 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [](int64_t) {});
+      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, nullptr, [](int64_t) {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [](int64_t) {});
+    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, nullptr, [](int64_t) {});
   });
 }
 }

@@ -61,6 +61,20 @@ struct Team {
 
   // This thread's part of `count` things that cost the same, and follow each other in memory.
   Range share(int64_t count) const { return {count * thread / threads, count * (thread + 1) / threads}; }
+
+  // Calls `function(begin, end)` for pieces of `count` things: a part that is this thread's own, and then what nobody
+  // has taken yet of the rest. So a thread that others hold up for a while holds up the team less. `taken` is 0 before;
+  // null: all is shared out.
+  template <class Function>
+  void divide(int64_t count, std::atomic<int64_t> *taken, Function &&function) const {
+    if (!taken || threads == 1) return function(share(count).begin, share(count).end);
+    const int64_t own = count * 3 / 4 / threads / 2 * 2, rest = count - own * threads;
+    if (own) function(own * thread, own * (thread + 1));
+    const int64_t piece = std::max<int64_t>(1, rest / (4 * threads));
+    for (int64_t at; (at = taken->fetch_add(piece, std::memory_order_relaxed)) < rest;) {
+      function(own * threads + at, std::min(own * threads + at + piece, count));
+    }
+  }
 };
 
 // Calls `function(team)` on each thread of a team of at most `threads`. Returns how much of the time the others have

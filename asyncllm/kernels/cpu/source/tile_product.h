@@ -1,9 +1,9 @@
 // Products of many rows by the processor's matrix unit (AMX), in bfloat16.
 //
-// Codes become bfloat16 in four instructions for 32 of them. They are multiplied and added to in float16, which is exact
-// to 11 bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that
-// makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise`
-// before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
+// Codes become bfloat16 in four or five instructions for 32 of them. They are multiplied and added to in float16, which
+// has 11 bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number
+// that makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by
+// `kRaise` before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
 #pragma once
 
 #include "matrix.h"
@@ -12,8 +12,8 @@ namespace asyncllm {
 
 #ifdef __AMX_BF16__
 
-// What sums of products with weights that were made of codes are multiplied by. What the shift cuts off is up to a whole
-// unit of the last place: on average it makes a weight smaller by ln(2) / 256 of itself.
+// What sums of products with weights that were made of codes are multiplied by. What the shift cuts off is up to a
+// whole unit of the last place: on average it makes a weight smaller by ln(2) / 256 of itself.
 inline float sum_factor(const Matrix &w) {
   if (w.bits == 16) return 1.0f;
   constexpr double kShifted = 0x1p112, kLarger = 1.0 + 0.6931472 / 256.0;
@@ -199,28 +199,38 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
 
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
-// 32 or 64 features at a time. Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
+// Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more.
+template <class Between>
+inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t begin, int64_t end,
+                           const Output &output, std::uint8_t *scratch, Between &&between) {
+  const int64_t blocks = w.outputs / kFeatures, rows = last - first;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
+    if (first > 0 || rows > 32) {
+      between(2 * w.groups());
+      multiply_strip(w, x, first, last, block, second, output, scratch);
+    } else if (rows > 16) {
+      multiply_once<Sums::kHalvesOfRows>(w, x, rows, block, second, output, scratch, between);
+    } else if (unit + 1 < end && block + 4 <= blocks) {
+      multiply_once<Sums::kFourBlocks>(w, x, rows, block, second, output, scratch, between);
+      ++unit;
+    } else {
+      multiply_once<Sums::kHalvesOfGroups>(w, x, rows, block, second, output, scratch, between);
+    }
+  }
+}
+
+// Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                              std::uint8_t *scratch, Between &&between) {
-  const int64_t blocks = w.outputs / kFeatures, at_once = std::max<int64_t>(32, kRowBytes / x.stride / 32 * 32);
-  const Range range = team.share((blocks + 1) / 2);
+                              std::uint8_t *scratch, std::atomic<int64_t> *taken, Between &&between) {
+  const int64_t units = (w.outputs / kFeatures + 1) / 2;
+  const int64_t at_once = std::max<int64_t>(32, kRowBytes / x.stride / 32 * 32);
+  if (rows > at_once) taken = nullptr;  // which counts for some of the rows
   for (int64_t first = 0; first < rows; first += at_once) {
-    const int64_t last = std::min(first + at_once, rows);
-    for (int64_t unit = range.begin; unit < range.end; ++unit) {
-      const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
-      if (rows > 32) {
-        between(2 * w.groups());
-        multiply_strip(w, x, first, last, block, second, output, scratch);
-      } else if (rows > 16) {
-        multiply_once<Sums::kHalvesOfRows>(w, x, rows, block, second, output, scratch, between);
-      } else if (unit + 1 < range.end && block + 4 <= blocks) {
-        multiply_once<Sums::kFourBlocks>(w, x, rows, block, second, output, scratch, between);
-        ++unit;
-      } else {
-        multiply_once<Sums::kHalvesOfGroups>(w, x, rows, block, second, output, scratch, between);
-      }
-    }
+    team.divide(units, taken, [&](int64_t begin, int64_t end) {
+      multiply_units(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, between);
+    });
   }
 }
 

@@ -1,7 +1,8 @@
 // Attention of tokens that are alone in their rows, with scores by the processor's matrix unit (AMX).
 //
-// The queries of several KV heads are the columns of a tile: a vector has the scores of all of them for one key, so that
-// no maximum or sum goes across lanes. Values are added up by vectors, in float32: a tile would have too few queries.
+// The queries of several KV heads are the columns of a tile: a vector has the scores of all of them for one key, so
+// that no maximum or sum goes across lanes. Values are added up by vectors, in float32: a tile would have too few
+// queries.
 #pragma once
 
 #include "attention.h"
@@ -20,8 +21,8 @@ inline int64_t token_scratch_bytes(const Heads &heads) {
   return 2 * queries * heads_at_once(heads) + 4 * queries + kScoresAtOnce * 64;
 }
 
-// Queries [count · group, dim] of `count` KV heads as tiles of 16 pairs of dimensions by 16 queries: for each head those
-// of its own, with zeros for the others', so that the products of all heads' keys add up to the scores of all.
+// Queries [count * group, dim] of `count` KV heads as tiles of 16 pairs of dimensions by 16 queries: for each head
+// those of its own, with zeros for the others', so that the products of all heads' keys add up to the scores of all.
 inline void put_queries(const bf16 *queries, const Heads &heads, int64_t count, std::uint8_t *tiles) {
   for (int64_t head = 0; head < count; ++head) {
     for (int64_t part = 0; part < heads.dim; part += 32, tiles += kTileBytes) {
@@ -139,8 +140,9 @@ inline void add_values_of_head(const History &history, int64_t first, int64_t la
     add_values<Vectors, 1>(history, first, last, head, weights + done, shrinks + done, goes_on, sums + done * kDim);
 }
 
-// All queries of `count` KV heads, from `head` on, of one token, over keys `first` to `last`, its own position; they and
-// `out` are those of the first of these heads. Sums are multiplied by `factor`. `scratch` has `token_scratch_bytes`.
+// All queries of `count` KV heads, from `head` on, of one token, over keys `first` to `last`, its own position; they
+// and `out` are those of the first of these heads. Sums are multiplied by `factor`. `scratch` has
+// `token_scratch_bytes`.
 inline void attend_heads_by_tiles(const bf16 *queries, const History &history, int64_t first, int64_t last,
                                   int64_t head, int64_t count, float scale, float factor, bf16 *out,
                                   std::uint8_t *scratch) {

@@ -114,17 +114,18 @@ inline void multiply_some(const Matrix &w, const Rows &x, int64_t row, int64_t b
 // By vectors: weights are read once for all rows, where a block of features stays in the nearest cache.
 template <class Between>
 inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                                Between &&between) {
+                                std::atomic<int64_t> *taken, Between &&between) {
   const int64_t step = w.activation == kNone ? 1 : 2;
-  const Range range = team.share(w.outputs / kFeatures / step);
-  for (int64_t unit = range.begin; unit < range.end; ++unit) {
-    between(step * w.groups());
-    int64_t row = 0;
-    for (; row + kFewRows <= rows; row += kFewRows) multiply_some<4>(w, x, row, unit * step, output);
-    if (rows - row == 3) multiply_some<3>(w, x, row, unit * step, output);
-    if (rows - row == 2) multiply_some<2>(w, x, row, unit * step, output);
-    if (rows - row == 1) multiply_some<1>(w, x, row, unit * step, output);
-  }
+  team.divide(w.outputs / kFeatures / step, taken, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      between(step * w.groups());
+      int64_t row = 0;
+      for (; row + kFewRows <= rows; row += kFewRows) multiply_some<4>(w, x, row, unit * step, output);
+      if (rows - row == 3) multiply_some<3>(w, x, row, unit * step, output);
+      if (rows - row == 2) multiply_some<2>(w, x, row, unit * step, output);
+      if (rows - row == 1) multiply_some<1>(w, x, row, unit * step, output);
+    }
+  });
 }
 
 }  // namespace asyncllm
