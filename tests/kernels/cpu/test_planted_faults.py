@@ -9,19 +9,17 @@ import pytest
 
 from asyncllm.kernels.cpu import build
 from asyncllm.kernels.cpu.build import Library, load_library
-from tests.kernels.cpu.test_decoder import (
-    test_a_prompt_and_what_follows,
-    test_rows_beside_each_other,
-    test_what_follows_alone,
-)
-from tests.kernels.cpu.test_draw import test_the_share_that_is_asked_for
+from tests.kernels.cpu import test_decoder, test_draw, test_matrix
 
 CHECKS = {
-    "rows": lambda library: test_rows_beside_each_other(library, "smollm2"),
-    "window": lambda library: test_a_prompt_and_what_follows(library, "window", 77),
-    "alone": lambda library: test_what_follows_alone(library, "window"),
-    "heads": lambda library: test_a_prompt_and_what_follows(library, "head norms", 13),
-    "draw": lambda library: test_the_share_that_is_asked_for(library, 1000),
+    "rows": lambda library: test_decoder.test_rows_beside_each_other(library, "smollm2"),
+    "window": lambda library: test_decoder.test_a_prompt_and_what_follows(library, "window", 77),
+    "alone": lambda library: test_decoder.test_what_follows_alone(library, "window"),
+    "heads": lambda library: test_decoder.test_a_prompt_and_what_follows(library, "head norms", 13),
+    "single tokens": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "smollm2"),
+    "their windows": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "window"),
+    "product": lambda library: test_matrix.test_nearer_than_bfloat16(library, 4, 48, 96, 12),
+    "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
 }
 
 
@@ -36,12 +34,16 @@ def tiled(compiled: Library) -> Library:
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "check"),
     [
-        ("decoder.cpp", "step.rows[token] * step.table_width", "step.rows[0] * step.table_width", "rows"),
-        ("decoder.cpp", "position - layer.window + 1)", "position - layer.window)", "alone"),
-        ("attention.h", "_mm512_cmple_epi32_mask(at, positions)", "_mm512_cmplt_epi32_mask(at, positions)", "window"),
-        ("attention.h", "_mm512_cmpgt_epi32_mask(at, oldest)", "_mm512_cmpge_epi32_mask(at, oldest)", "window"),
-        ("attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("decoder.h", "step.rows[token] * step.table_width", "step.rows[0] * step.table_width", "rows"),
+        ("decoder.h", "position - layer.window + 1)", "position - layer.window)", "alone"),
+        ("chunk_attention.h", "cmple_epi32_mask(at, positions)", "cmplt_epi32_mask(at, positions)", "window"),
+        ("chunk_attention.h", "cmpgt_epi32_mask(at, oldest)", "cmpge_epi32_mask(at, oldest)", "window"),
+        ("chunk_attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("token_attention.h", "from = std::max(first, start)", "from = start", "their windows"),
+        ("token_attention.h", "start > begin, sums", "false, sums", "single tokens"),
+        ("token_attention.h", "i / heads.group() == head", "i / heads.group() >= head", "single tokens"),
         ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
+        ("tile_product.h", "left = _mm512_add_ps(left, _mm512_load_ps(at + 512))", "left = left", "product"),
         ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
     ],
 )
