@@ -78,6 +78,26 @@ def test_a_trial_of_other_calls_is_given_up() -> None:
     assert machine.run(1)[0] == 8
 
 
+def test_a_call_from_before_a_trial_is_no_part_of_it() -> None:
+    """Of another engine of the process."""
+    machine = Machine(-0.1, lost=0.9)
+
+    def kernel(threads: int) -> float:
+        assert machine.run(2)[-1] == 4  # a trial
+        machine.now += 100.0
+        return 0.9
+
+    machine.team.run(kernel, "layers")
+    assert max(machine.run(8)) == 4
+
+
+def test_kinds_are_forgotten_before_they_are_many() -> None:
+    machine = Machine(0.9, lost=0.0)
+    for kind in range(2500):
+        machine.team.run(lambda threads: 0.0, kind)
+        assert len(machine.team._seconds) <= 1000
+
+
 def test_threads_without_a_processor_are_told(library: Library) -> None:
     """A team of more threads than processors waits for those that do not run."""
     weight = torch.randn(1024, 256).bfloat16()
@@ -86,7 +106,7 @@ def test_threads_without_a_processor_are_told(library: Library) -> None:
     told: list[float] = []
 
     class Noted(TeamSize):
-        def _note(self, kind: object, lost: float, seconds: float) -> None:
+        def _note(self, trial: object, kind: object, lost: float, seconds: float) -> None:
             told.append(lost)
 
     noted = replace(library, team=Noted())
