@@ -110,7 +110,7 @@ class RequestFailed(RequestError):
 
 
 class SamplingFailed(RequestFailed):
-    """No logit of the request's next token is above -infinity, and not-a-number is not."""
+    """No logit of the request's next token is above -infinity, which not-a-number counts as."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The GPU's clock and power while something runs, as `nvidia-smi` tells them.
+"""The first GPU's clock and power while something runs, as `nvidia-smi` tells them.
 
 Under load a GPU lowers its clock to stay within its power, and everything that is computed then takes longer.
 """
@@ -32,24 +32,28 @@ class PowerLog:
     def __init__(self) -> None:
         self._readings: list[tuple[float, float, float]] = []  # when, MHz, W
         self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if shutil.which(_COMMAND[0]):
             self._process = subprocess.Popen([*_COMMAND, f"--loop-ms={_INTERVAL}"], stdout=subprocess.PIPE, text=True)
             assert self._process.stdout is not None
-            threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            self._reader.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is not None:
+        if self._process is not None and self._reader is not None:
             self._process.kill()
             self._process.wait()
+            self._reader.join()
 
     def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self.add(time.perf_counter(), line)
+        with lines:
+            for line in lines:
+                self.add(time.perf_counter(), line)
 
     def add(self, now: float, line: str) -> None:
         """A line of `nvidia-smi`; one that holds no numbers says nothing."""

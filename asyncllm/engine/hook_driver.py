@@ -88,7 +88,8 @@ class HookDriver:
         self._events.put_nowait(None)
 
     async def drive(self) -> None:
-        """Until the end. Raises what a function raised, as `HookFailed`."""
+        """Until the end. Raises what a function raised, as `HookFailed`; and `SamplingFailed` where no token is left to
+        begin with."""
         while (event := await self._events.get()) is not None:
             if isinstance(event, int):
                 if self._hooks.on_token is not None:

@@ -670,7 +670,8 @@ def plan_attention(
     block_table: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Cut a step's sequences into units, on the device; `tokens` bounds the step's tokens (a graph's bucket).
+    """Cut a step's sequences into units, on the device. `tokens` bounds the step's tokens (a graph's bucket): the query
+    that is attended by the plan has as many rows, since these choose the small tiling (`AttentionPlan.small_of`).
 
     Common prefixes are looked for in `block_table` [rows, most blocks] int32, dense, where given: that of all layers
     which use the plan.

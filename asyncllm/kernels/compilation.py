@@ -39,7 +39,7 @@ try:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 except ImportError:  # an older Triton
-    GluonASTSource = GluonDescriptor = object
+    GluonASTSource, GluonDescriptor = object, TensorDescriptor
 
 __all__ = ["Compilation", "CompiledGluonKernel", "CompiledKernel", "Compiler", "compiling", "load_kernel", "run_job"]
 

@@ -39,14 +39,15 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-except ImportError:
+
+    # their names in newer versions, and before
+    load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+except (ImportError, AttributeError):  # it is experimental: a version to come may name them otherwise
     GLUON_AVAILABLE = False
     gl = hopper = GluonDescriptor = None
 else:
     GLUON_AVAILABLE = True
-    # their names in newer versions, and before
-    load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Whether kernels of `gluon_jit` can be launched."""
 
 __all__ = [

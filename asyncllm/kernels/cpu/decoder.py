@@ -134,7 +134,7 @@ class DecoderKernel:
 
 
 class _LayerStruct(ctypes.Structure):
-    """`Layer` of `source/decoder.cpp`."""
+    """`Layer` of `source/decoder.h`."""
 
     _fields_ = (
         ("attention_norm", ctypes.c_void_p),
@@ -153,7 +153,7 @@ class _LayerStruct(ctypes.Structure):
 
 
 class _DecoderStruct(ctypes.Structure):
-    """`Decoder` of `source/decoder.cpp`."""
+    """`Decoder` of `source/decoder.h`."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(_LayerStruct)),
@@ -162,7 +162,7 @@ class _DecoderStruct(ctypes.Structure):
 
 
 class _StepStruct(ctypes.Structure):
-    """`Step` of `source/decoder.cpp`."""
+    """`Step` of `source/decoder.h`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "spans")),

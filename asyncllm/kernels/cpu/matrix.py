@@ -165,7 +165,7 @@ def kernel_product(
         )
         return lost
 
-    library.team.run(multiply, (matrix.outputs, matrix.inputs, rows))
+    library.team.run(multiply, (matrix.outputs, matrix.inputs, matrix.bits, rows))
     return out
 
 

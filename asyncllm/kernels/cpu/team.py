@@ -24,6 +24,8 @@ _GAIN = 0.9
 """A size that takes this much of the time of another is better."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.6
 """Seconds between trials: twice as many after each that changed nothing."""
+_MOST_KINDS = 1000
+"""Kinds of calls whose averages are kept; before there are more, all are forgotten."""
 
 
 @dataclass(slots=True)
@@ -39,7 +41,10 @@ class _Trial:
 
 @dataclass(slots=True)
 class TeamSize:
-    """Chooses the size of the next team by what the last ones took."""
+    """Chooses the size of the next team by what the last ones took.
+
+    Several threads may call `run` at once, as engines of one process do.
+    """
 
     clock: Callable[[], float] = time.perf_counter
     _halvings: int = 0
@@ -54,16 +59,19 @@ class TeamSize:
 
         Calls of one `kind` have as much to do; those without one tell nothing.
         """
-        halvings = self._halvings if self._trial is None else self._trial.halvings
+        trial = self._trial
+        halvings = self._halvings if trial is None else trial.halvings
         start = self.clock()
         lost = kernel(max(1, torch.get_num_threads() >> halvings))
-        if kind is not None:
-            self._note(kind, lost, self.clock() - start)
+        if kind is not None and trial is self._trial:  # else another thread's call has begun or ended one
+            self._note(trial, kind, lost, self.clock() - start)
 
-    def _note(self, kind: Hashable, lost: float, seconds: float) -> None:
-        if self._trial is not None:
-            self._compare(self._trial, kind, seconds)
+    def _note(self, trial: _Trial | None, kind: Hashable, lost: float, seconds: float) -> None:
+        if trial is not None:
+            self._compare(trial, kind, seconds)
             return
+        if len(self._seconds) >= _MOST_KINDS:
+            self._seconds.clear()
         self._seconds[kind] = seconds + (1.0 - _WEIGHT) * (self._seconds.get(kind, seconds) - seconds)
         self._lost += _WEIGHT * (lost - self._lost)
         if self.clock() < self._next_trial:

@@ -9,25 +9,18 @@ import pytest
 
 from asyncllm.kernels.cpu import build
 from asyncllm.kernels.cpu.build import Library, load_library
-from tests.kernels.cpu.test_decoder import (
-    test_a_prompt_and_what_follows,
-    test_rows_beside_each_other,
-    test_single_tokens_with_many_keys,
-    test_what_follows_alone,
-)
-from tests.kernels.cpu.test_draw import test_the_share_that_is_asked_for, test_uniform_numbers
-from tests.kernels.cpu.test_matrix import test_nearer_than_bfloat16
+from tests.kernels.cpu import test_decoder, test_draw, test_matrix
 
 CHECKS = {
-    "rows": lambda library: test_rows_beside_each_other(library, "smollm2"),
-    "window": lambda library: test_a_prompt_and_what_follows(library, "window", 77),
-    "alone": lambda library: test_what_follows_alone(library, "window"),
-    "heads": lambda library: test_a_prompt_and_what_follows(library, "head norms", 13),
-    "many keys": lambda library: test_single_tokens_with_many_keys(library, "smollm2"),
-    "many keys in a window": lambda library: test_single_tokens_with_many_keys(library, "window"),
-    "product": lambda library: test_nearer_than_bfloat16(library, 4, 208, 576, 12),
-    "uniform": test_uniform_numbers,
-    "draw": lambda library: test_the_share_that_is_asked_for(library, 1000),
+    "rows": lambda library: test_decoder.test_rows_beside_each_other(library, "smollm2"),
+    "window": lambda library: test_decoder.test_a_prompt_and_what_follows(library, "window", 77),
+    "alone": lambda library: test_decoder.test_what_follows_alone(library, "window"),
+    "heads": lambda library: test_decoder.test_a_prompt_and_what_follows(library, "head norms", 13),
+    "many keys": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "smollm2"),
+    "many keys in a window": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "window"),
+    "product": lambda library: test_matrix.test_nearer_than_bfloat16(library, 4, 208, 576, 12),
+    "uniform": test_draw.test_uniform_numbers,
+    "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
 }
 
 
@@ -58,7 +51,9 @@ def tiled(compiled: Library) -> Library:
         ("tile_product.h", "_mm512_and_si512(weight, kept)", "weight", "product"),
         ("tile_product.h", "block += 2, second += 2", "block += 2, second += 1", "product"),
         ("philox.h", "k1 += 0xBB67AE85", "k1 += 0xBB67AE84", "uniform"),
+        ("token_attention.h", "i / heads.group() == head", "i / heads.group() >= head", "many keys"),
         ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
+        ("tile_product.h", "left = _mm512_add_ps(left, _mm512_load_ps(at + 512))", "left = left", "product"),
         ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,26 @@ def test_a_trial_of_other_calls_is_given_up() -> None:
     assert machine.run(1)[0] == 8
 
 
+def test_a_call_from_before_a_trial_is_no_part_of_it() -> None:
+    """Of another engine of the process."""
+    machine = Machine(-0.1, lost=0.9)
+
+    def kernel(threads: int) -> float:
+        assert machine.run(2)[-1] == 4  # a trial
+        machine.now += 100.0
+        return 0.9
+
+    machine.team.run(kernel, "layers")
+    assert max(machine.run(8)) == 4
+
+
+def test_kinds_are_forgotten_before_they_are_many() -> None:
+    machine = Machine(0.9, lost=0.0)
+    for kind in range(2500):
+        machine.team.run(lambda threads: 0.0, kind)
+        assert len(machine.team._seconds) <= 1000
+
+
 def test_threads_without_a_processor_are_told(library: Library) -> None:
     """A team of more threads than processors waits for those that do not run."""
     weight = torch.randn(1024, 256).bfloat16()
@@ -85,17 +106,17 @@ def test_threads_without_a_processor_are_told(library: Library) -> None:
     told: list[float] = []
 
     class Noted(TeamSize):
-        def _note(self, kind: object, lost: float, seconds: float) -> None:
+        def _note(self, trial: object, kind: object, lost: float, seconds: float) -> None:
             told.append(lost)
 
+    noted = replace(library, team=Noted())
     before = torch.get_num_threads()
 
     def compute() -> None:  # torch keeps a number of threads for each thread
         torch.set_num_threads(4 * (os.cpu_count() or 1))
-        object.__setattr__(library, "team", Noted())
         expected = (torch.ones(2, 256).bfloat16() @ weight.T).float()
         for _ in range(50):
-            found = kernel_product(library, torch.ones(2, 256).bfloat16(), matrix, dtype=torch.float32)
+            found = kernel_product(noted, torch.ones(2, 256).bfloat16(), matrix, dtype=torch.float32)
             torch.testing.assert_close(found, expected, rtol=0.05, atol=0.5)
 
     thread = threading.Thread(target=compute)
