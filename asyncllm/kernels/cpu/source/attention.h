@@ -153,8 +153,9 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
       store_bf16(out + h * kDim + 16 * i, _mm512_mul_ps(sums[h][i], _mm512_set1_ps(shares[h])));
 }
 
+// All queries of one KV head, `Most` at once.
 template <int Vectors, int Most>
-inline void attend_heads(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
+inline void attend_queries(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
                          float scale, float factor, bf16 *out, float *scores) {
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
@@ -168,22 +169,22 @@ inline void attend_heads(const bf16 *query, const History &history, int64_t firs
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }
 
-constexpr int64_t kHeadsAtOnce = 3;  // the most below, whose scores are held
+constexpr int64_t kQueriesAtOnce = 3;  // of a KV head, whose scores are held: the most below
 
 // All queries of one KV head of one token, over keys `first` to `last`.
 inline void attend_token(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
                          float scale, float factor, bf16 *out, float *scores) {
   switch (history.heads.dim) {
     case 32:
-      return attend_heads<2, 3>(query, history, first, last, head, scale, factor, out, scores);
+      return attend_queries<2, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 64:
-      return attend_heads<4, 3>(query, history, first, last, head, scale, factor, out, scores);
+      return attend_queries<4, 3>(query, history, first, last, head, scale, factor, out, scores);
     case 96:
-      return attend_heads<6, 2>(query, history, first, last, head, scale, factor, out, scores);
+      return attend_queries<6, 2>(query, history, first, last, head, scale, factor, out, scores);
     case 128:
-      return attend_heads<8, 2>(query, history, first, last, head, scale, factor, out, scores);
+      return attend_queries<8, 2>(query, history, first, last, head, scale, factor, out, scores);
     default:
-      return attend_heads<16, 1>(query, history, first, last, head, scale, factor, out, scores);
+      return attend_queries<16, 1>(query, history, first, last, head, scale, factor, out, scores);
   }
 }
 

@@ -1,4 +1,5 @@
-// What Python calls: a product alone, and all layers of a decoder in one call (kernels/cpu/decoder.py).
+// What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), lines of a
+// table (lines.py), and draws (draw.py).
 #include "draw.h"
 #include "key_prefetcher.h"
 #include "philox.h"

@@ -77,7 +77,7 @@ struct Workspace {
 
   // A thread's: a product's input of few rows, what a product or an attention needs. All layers have one shape.
   static int64_t own_bytes(const Decoder &model, const Step &step) {
-    const int64_t scores = 4 * kHeadsAtOnce * (step.longest + 32);
+    const int64_t scores = 4 * kQueriesAtOnce * (step.longest + 32);
     const int64_t work =
         std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads()),
                   token_scratch_bytes(model.heads())});

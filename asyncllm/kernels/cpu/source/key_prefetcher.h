@@ -1,3 +1,4 @@
+// Keys and values of the next layer, asked for while the products of this one are computed.
 #pragma once
 
 #include "decoder.h"

@@ -37,8 +37,8 @@ inline void put_queries(const bf16 *queries, const Heads &heads, int64_t count, 
   }
 }
 
-// Scores [64, 16] of the keys from `start` on, of `count` KV heads from `head` on; of keys after `last` by 16 they are
-// left as they are.
+// Scores [64, 16] of the keys from `start` on, of `count` KV heads from `head` on. Past the key `last` they
+// may be anything.
 inline void score_heads(const History &history, int64_t start, int64_t last, int64_t head, int64_t count,
                         const std::uint8_t *queries, float *scores) {
   const int64_t dim = history.heads.dim, stride = 2 * history.line_size();
@@ -72,8 +72,8 @@ inline void score_heads(const History &history, int64_t start, int64_t last, int
   }
 }
 
-// Scores [count, 16] of keys that all queries see become weights. `most` and `sum`
-// [16] go on. Returns what sums of values so far are to be multiplied by.
+// Scores [count, 16] of keys that all queries see become weights. `most` and `sum` [16] go on. Returns what sums of
+// values so far are to be multiplied by.
 inline __m512 weigh_scores(int64_t count, float scale, float *scores, float *most, float *sum) {
   const __m512 factor = _mm512_set1_ps(scale * kLog2E), before = _mm512_load_ps(most);
   __m512 highest = _mm512_load_ps(scores);
