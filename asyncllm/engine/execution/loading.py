@@ -22,6 +22,7 @@ from asyncllm.engine.execution.sampler import SamplerForm
 from asyncllm.engine.execution.sizes import Sizes, choose_sizes, dtype_name, megabytes
 from asyncllm.engine.execution.step_batch import attention_bytes
 from asyncllm.errors import ConfigError, InsufficientMemoryError
+from asyncllm.kernels.cpu.build import always
 from asyncllm.layers.attention import LayerCache
 from asyncllm.layers.cpu_product import kernel_bytes, packable, packed_bytes
 from asyncllm.layers.parameter import CheckpointTensor, Placement
@@ -69,7 +70,7 @@ def load_executor(
     source: ModelSource,
     config: EngineConfig,
     interruptible: Callable[[_Tensors], _Tensors] = iter,
-    wanted: Callable[[], bool] = lambda: True,
+    wanted: Callable[[], bool] = always,
 ) -> tuple[StepExecutor, ModelFacts]:
     """On the CPU: what the runner's thread computes with. The weights come through `interruptible`, one by one; a
     compiler is ended once its kernels are not `wanted`."""

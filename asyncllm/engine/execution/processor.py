@@ -10,7 +10,7 @@ import torch
 
 from asyncllm.config import cpp_compiler, kernel_folder
 from asyncllm.errors import ModelLoadError
-from asyncllm.kernels.cpu.build import BuildError, BuildInterrupted, Library, load_library
+from asyncllm.kernels.cpu.build import BuildError, BuildInterrupted, Library, always, load_library
 from asyncllm.layers.product_forms import ProductForms
 
 logger = logging.getLogger("asyncllm")
@@ -55,11 +55,7 @@ class _CompiledKernels:
 _compiled_kernels = _CompiledKernels()
 
 
-def _always() -> bool:
-    return True
-
-
-def native_kernels(wanted: Callable[[], bool] = _always) -> Library | None:
+def native_kernels(wanted: Callable[[], bool] = always) -> Library | None:
     """Our own kernels, compiled at first use; None where the processor or its system is another.
 
     Raises `ModelLoadError` where they are not `wanted` any more before they are there.
@@ -74,7 +70,7 @@ def native_kernels(wanted: Callable[[], bool] = _always) -> Library | None:
 
 
 def product_forms(
-    dtype: torch.dtype, *, packs: bool, copies: bool, native: bool = True, wanted: Callable[[], bool] = _always
+    dtype: torch.dtype, *, packs: bool, copies: bool, native: bool = True, wanted: Callable[[], bool] = always
 ) -> ProductForms:
     """The forms of products for activations of this dtype; `packs` unless packed weights are to be unpacked; `native`:
     our own kernels, where the processor has them, as `native_kernels` gives them."""

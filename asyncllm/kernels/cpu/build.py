@@ -68,11 +68,12 @@ class Library:
     team: TeamSize = field(default_factory=TeamSize)
 
 
-def _always() -> bool:
+def always() -> bool:
+    """What is wanted whatever happens."""
     return True
 
 
-def load_library(folder: Path | None, compiler: str | None = None, wanted: Callable[[], bool] = _always) -> Library:
+def load_library(folder: Path | None, compiler: str | None = None, wanted: Callable[[], bool] = always) -> Library:
     """The kernels, from `folder` or compiled into it; `compiler`, if any, is the only one that is tried.
 
     Where there is no folder, or it cannot be written to, or others can do so, none is kept: they are compiled at every
