@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from asyncllm.kernels.cpu.build import Library
-from asyncllm.kernels.cpu.decoder import DecoderKernel, DecoderLayerWeights, DecoderShape, DecoderStep, takes_head
+from asyncllm.kernels.cpu.decoder import (
+    DecoderCall,
+    DecoderKernel,
+    DecoderLayerWeights,
+    DecoderOutputs,
+    DecoderShape,
+    DecoderStep,
+    Draws,
+    HeadWeights,
+    takes_head,
+)
 from asyncllm.kernels.cpu.lines import take_lines
 from asyncllm.layers.attention import Attention, NormedAttention
 from asyncllm.layers.cpu_linear import CpuLinear
@@ -31,18 +41,27 @@ class TableBatch:
     window: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KernelBatch:
-    """What all layers need to know of a step."""
+    """What all layers need to know of a step. Its tensors' numbers may change, and make another step of it."""
 
     rows: Tensor  # [n] int64: the line of a table of each token
     positions: Tensor  # [n] int64
     singles: int  # tokens alone in their rows; they come first
     span_starts: Tensor  # [chunks + 1] int64: the first token of each chunk, and the number of tokens
-    longest: int  # the largest position + 1
     reads_new: bool  # whether tokens may see keys that the step writes for other rows
     groups: tuple[TableBatch, ...]
     caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
+    draws: Draws | None = None  # from the logits of the sampled tokens; None: nothing is drawn
+    described: DescribedStep | None = None  # once logits were computed
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedStep:
+    """What a batch was described to the kernel as."""
+
+    step: DecoderStep
+    call: DecoderCall
 
 
 class DecoderParts(Protocol):
@@ -85,56 +104,90 @@ class DecoderParts(Protocol):
 
 
 class KernelDecoder:
-    """All layers of a model."""
+    """All layers of a model, and its head if that is a kernel's product too."""
 
-    def __init__(self, library: Library, kernel: DecoderKernel, embedding: Tensor, rotary: RotaryEmbedding) -> None:
-        """`embedding` is the table of tokens."""
+    def __init__(
+        self,
+        library: Library,
+        kernel: DecoderKernel,
+        embedding: Tensor,
+        rotary: RotaryEmbedding,
+        vocabulary: int | None,
+    ) -> None:
+        """`embedding` is the table of tokens; `vocabulary`: how many logits the kernel makes, if it does."""
         self._library = library
         self._kernel = kernel
         self._embedding = embedding
         self._rotary = rotary
+        self._vocabulary = vocabulary
         whole = rotary.whole() if isinstance(rotary, TabledRotary) else None
         self._turns = None if whole is None else (whole.cosine[:, 0].contiguous(), whole.sine[:, 0].contiguous())
 
-    def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
-        """What the embedding and all layers add up to.
+    @property
+    def has_head(self) -> bool:
+        """Whether the kernel makes logits, and draws from them."""
+        return self._vocabulary is not None
 
-        Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
-        now, others wait for it, and would be waited for.
-        """
-        residual = self._lines(self._embedding, token_ids)
-        cosine, sine = self._rotation(batch.positions, lengths)
+    def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
+        """What the embedding and all layers add up to."""
+        described = self._describe(len(token_ids), batch, None)
+        self._compute(described, token_ids, lengths, batch)
+        return Residual(described.step.residual.view(torch.bfloat16))
+
+    def logits(self, token_ids: Tensor, lengths: Tensor | None, sampled: Tensor | None, batch: KernelBatch) -> Tensor:
+        """[s, vocabulary] float32 of these tokens, None: of all; and what the batch draws from them. The next step of
+        the same batch overwrites them."""
+        if batch.described is None:
+            assert self._vocabulary is not None
+            count = len(token_ids if sampled is None else sampled)
+            outputs = DecoderOutputs(sampled, torch.empty(count, self._vocabulary), batch.draws)
+            batch.described = self._describe(len(token_ids), batch, outputs)
+        self._compute(batch.described, token_ids, lengths, batch)
+        assert batch.described.step.outputs is not None
+        return batch.described.step.outputs.logits
+
+    def table_bytes(self) -> int:
+        """Size of its own copies of the rotations' tables."""
+        return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
+
+    def _describe(self, tokens: int, batch: KernelBatch, outputs: DecoderOutputs | None) -> DescribedStep:
+        head_dim = batch.caches[0].shape[-1]
         step = DecoderStep(
+            residual=_bits(tokens, self._embedding.shape[1]),
+            cosine=_bits(tokens, head_dim),
+            sine=_bits(tokens, head_dim),
             singles=batch.singles,
             span_starts=batch.span_starts,
             rows=batch.rows,
             positions=batch.positions,
             tables=[group.table for group in batch.groups],
             windows=[group.window for group in batch.groups],
-            longest=batch.longest,
+            caches=batch.caches,
             reads_new=batch.reads_new,
+            outputs=outputs,
         )
-        self._kernel(residual, cosine, sine, batch.caches, step)
-        return Residual(residual.view(torch.bfloat16))
+        return DescribedStep(step, DecoderCall(self._kernel, step))
 
-    def table_bytes(self) -> int:
-        """Size of its own copies of the rotations' tables."""
-        return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
-
-    def _rotation(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self._turns is None or not isinstance(self._rotary, TabledRotary):
-            rotation = self._rotary(positions, lengths)
+    def _compute(self, described: DescribedStep, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> None:
+        """Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
+        now, others wait for it, and would be waited for."""
+        step = described.step
+        take_lines(self._library, self._embedding, token_ids, step.residual)
+        if self._turns is not None and isinstance(self._rotary, TabledRotary):
+            lines = self._rotary.lines(batch.positions, lengths)
+            for turn, to in zip(self._turns, (step.cosine, step.sine), strict=True):
+                take_lines(self._library, turn, lines, to)
+        else:
+            rotation = self._rotary(batch.positions, lengths)
             assert isinstance(rotation, Rotation)
-            return rotation.cosine, rotation.sine
-        cosine, sine = self._turns
-        lines = self._rotary.lines(positions, lengths)
-        return self._lines(cosine, lines), self._lines(sine, lines)
+            step.cosine.copy_(rotation.cosine[:, 0].view(torch.int16))
+            step.sine.copy_(rotation.sine[:, 0].view(torch.int16))
+        described.call()
 
-    def _lines(self, table: Tensor, lines: Tensor) -> Tensor:
-        """Their bits [n, width] int16, in memory that numpy gives without giving up the interpreter."""
-        out = torch.from_numpy(np.empty((len(lines), table.shape[1]), np.int16))
-        take_lines(self._library, table, lines, out)
-        return out
+
+def _bits(lines: int, width: int) -> Tensor:
+    """[lines, width] int16, in memory that numpy gives without giving up the interpreter."""
+    return torch.from_numpy(np.empty((lines, width), np.int16))
 
 
 def give_float32(linear: WeightedLayer) -> None:
@@ -143,8 +196,17 @@ def give_float32(linear: WeightedLayer) -> None:
         linear.product.output_dtype = torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderEnds:
+    """What comes before the layers, and after them."""
+
+    embedding: Tensor  # [vocabulary, hidden] the table of tokens
+    norm: RMSNorm
+    head: WeightedLayer
+
+
 def make_kernel_decoder(
-    layers: Sequence[DecoderParts], embedding: Tensor, rotary: RotaryEmbedding
+    layers: Sequence[DecoderParts], ends: DecoderEnds, rotary: RotaryEmbedding
 ) -> KernelDecoder | None:
     """The layers as one kernel, once they have their weights; None where one of them needs what it does not have."""
     weights: list[DecoderLayerWeights] = []
@@ -177,4 +239,13 @@ def make_kernel_decoder(
         )
     hidden = len(weights[0].attention_norm)
     described = DecoderShape(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return KernelDecoder(library, DecoderKernel(library, described, weights), embedding, rotary)
+    head = _head_weights(ends)
+    kernel = DecoderKernel(library, described, weights, head)
+    return KernelDecoder(library, kernel, ends.embedding, rotary, None if head is None else head.matrix.outputs)
+
+
+def _head_weights(ends: DecoderEnds) -> HeadWeights | None:
+    product = ends.head.product if isinstance(ends.head, CpuLinear) else None
+    if not isinstance(product, KernelProduct):
+        return None
+    return HeadWeights(ends.norm.weight, product.matrix, ends.norm.eps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from torch import Tensor
 
 from asyncllm.kernels.cpu.build import Library
@@ -16,13 +14,9 @@ def take_lines(library: Library, table: Tensor, lines: Tensor, out: Tensor) -> N
     It does not give up the interpreter. Torch's operators do, each of them, and wait for whoever takes it then. Raises
     IndexError for a line that the table does not have.
     """
+    width = table.itemsize * table.shape[1]
     found = library.short.asyncllm_take_lines(
-        ctypes.c_void_p(table.data_ptr()),
-        ctypes.c_int64(len(table)),
-        ctypes.c_void_p(lines.data_ptr()),
-        ctypes.c_int64(len(lines)),
-        ctypes.c_int64(table.itemsize * table.shape[1]),
-        ctypes.c_void_p(out.data_ptr()),
+        table.data_ptr(), len(table), lines.data_ptr(), len(lines), width, out.data_ptr()
     )
     if not found:
         raise IndexError(f"a line is not one of the table's {len(table)}")

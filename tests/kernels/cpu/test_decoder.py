@@ -97,16 +97,19 @@ class Model:
         starts += [starts[-1] + sum(c for _, _, c in parts[singles : i + 1]) for i in range(singles, len(parts))]
         residual = self.inputs[rows, positions]
         step = DecoderStep(
+            residual=residual,
+            cosine=self.cosine[positions],
+            sine=self.sine[positions],
             singles=singles,
             span_starts=torch.tensor(starts),
             rows=rows,
             positions=positions,
             tables=[self.table],
             windows=[self.case.window],
-            longest=int(positions.max()) + 1,
+            caches=self.caches,
             reads_new=reads_new,
         )
-        self.kernel(residual, self.cosine[positions], self.sine[positions], self.caches, step)
+        self.kernel(step)
         return residual
 
     def expected(self, row: int, length: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,7 @@
 // What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), lines of a
 // table (lines.py), and draws (draw.py).
-#include "draw.h"
 #include "key_prefetcher.h"
-#include "philox.h"
+#include "logits.h"
 
 namespace asyncllm {
 
@@ -223,26 +222,37 @@ int64_t asyncllm_features() { return kCompiledForTiles && may_use_tiles() ? 1 : 
 
 int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 
-int64_t asyncllm_workspace_bytes(const Decoder *model, const Step *step) {
+// `sampled`, here and below: null where nothing is wanted but what the layers leave.
+int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled *sampled) {
+  step->longest = 1 + *std::max_element(step->positions, step->positions + step->tokens);
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
-  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * kTaken * model->count + 64;
+  if (sampled) arena.take(logits_bytes(*sampled, step->threads));
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * (kTaken * model->count + 1) + 64;
 }
 
 // Returns what `run_team` does, as all functions that compute with several threads.
-double asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
+double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sampled, int64_t tiles) {
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
+  std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
   auto *taken = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
-  for (int64_t i = 0; i < kTaken * model->count; ++i) taken[i].store(0, std::memory_order_relaxed);
+  const int64_t in_layers = kTaken * model->count;
+  for (int64_t i = 0; i <= in_layers; ++i) taken[i].store(0, std::memory_order_relaxed);
+  const auto compute = [&](const Team &team, bool by_tiles) {
+    Pass(team, *model, *step, by_tiles, taken).run();
+    if (!sampled || !sampled->count) return;
+    team.wait();  // the stream is whole
+    compute_logits(team, *step, *sampled, by_tiles, behind, taken + in_layers);
+  };
   return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return Pass(team, *model, *step, true, taken).run();
+      return compute(team, true);
     }
 #endif
-    Pass(team, *model, *step, false, taken).run();
+    compute(team, false);
   });
 }
 
@@ -263,12 +273,7 @@ int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int6
 // Numbers of (0, 1]; see kernels/cpu/draw.py.
 void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, const std::uint64_t *choice,
                       std::uint64_t stream, int64_t count, float *out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const auto low = [](std::uint64_t value) { return static_cast<std::uint32_t>(value); };
-    const std::uint32_t word = philox(low(position[i]), low(position[i] >> 32), low(choice[i]), low(stream),
-                                      low(seed[i]), low(seed[i] >> 32));
-    out[i] = (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;
-  }
+  for (int64_t i = 0; i < count; ++i) out[i] = uniform(seed[i], position[i], choice[i], stream);
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.

@@ -32,7 +32,7 @@ struct Step {
   const int64_t *rows, *positions;
   const int64_t *const *tables;  // of each cache group: [rows, table_width]
   int64_t table_width;
-  int64_t longest;            // keys of the row that has most
+  int64_t longest;            // keys of the row that has most: `asyncllm_workspace_bytes` looks
   int64_t reads_new;          // 1: tokens may see keys that this step writes for other rows
   const bf16 *cosine, *sine;  // [tokens, dim]
   bf16 *residual;             // [tokens, hidden], overwritten
