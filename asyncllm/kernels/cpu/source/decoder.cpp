@@ -228,7 +228,7 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
   if (sampled) arena.take(logits_bytes(*sampled, step->threads));
-  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * (kTaken * model->count + 1) + 64;
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * kTaken * model->count + 64;
 }
 
 // Returns what `run_team` does, as all functions that compute with several threads.
@@ -237,13 +237,12 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
   Workspace space(*model, *step, arena, 0);
   std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
   auto *taken = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
-  const int64_t in_layers = kTaken * model->count;
-  for (int64_t i = 0; i <= in_layers; ++i) taken[i].store(0, std::memory_order_relaxed);
+  for (int64_t i = 0; i < kTaken * model->count; ++i) taken[i].store(0, std::memory_order_relaxed);
   const auto compute = [&](const Team &team, bool by_tiles) {
     Pass(team, *model, *step, by_tiles, taken).run();
     if (!sampled || !sampled->count) return;
     team.wait();  // the stream is whole
-    compute_logits(team, *step, *sampled, by_tiles, behind, taken + in_layers);
+    compute_logits(team, *step, *sampled, by_tiles, behind);
   };
   return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__

@@ -42,9 +42,10 @@ inline int64_t logits_bytes(const Sampled &sampled, int64_t threads) {
   return prepared_bytes(sampled) + threads * sampling_bytes(*sampled.head);
 }
 
-// `taken` is 0 before. The layers have left the stream in `step.residual`.
+// The layers have left the stream in `step.residual`. Each number is what `asyncllm_product` and the functions of
+// kernels/cpu/draw.py would give, to the bit.
 inline void compute_logits(const Team &team, const Step &step, const Sampled &sampled, bool tiles,
-                           std::uint8_t *workspace, std::atomic<int64_t> *taken) {
+                           std::uint8_t *workspace) {
   const Head &head = *sampled.head;
   const Matrix &matrix = head.matrix;
   const int64_t inputs = matrix.inputs, vocabulary = matrix.outputs;
@@ -59,7 +60,7 @@ inline void compute_logits(const Team &team, const Step &step, const Sampled &sa
   }
   team.wait();
   multiply(team, matrix, {form, workspace, stride}, sampled.count, {Output::kStoreFloat, sampled.logits, vocabulary},
-           tiles, scratch, taken, [](int64_t) {});
+           tiles, scratch, nullptr, [](int64_t) {});
   if (!sampled.temperature) return;
   team.wait();
   for (int64_t row = mine.begin; row < mine.end; ++row) {
