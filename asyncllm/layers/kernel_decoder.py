@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.decoder import (
     DecoderCall,
     DecoderKernel,
@@ -20,9 +19,9 @@ from asyncllm.kernels.cpu.decoder import (
     DecoderStep,
     Draws,
     HeadWeights,
+    TableLines,
     takes_head,
 )
-from asyncllm.kernels.cpu.lines import take_lines
 from asyncllm.layers.attention import Attention, NormedAttention
 from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.cpu_product import KernelProduct
@@ -60,6 +59,8 @@ class KernelBatch:
 class DescribedStep:
     """What a batch was described to the kernel as."""
 
+    token_ids: Tensor
+    turns: Tensor  # [n] int64 the line of each token's rotation, where there is a table of them
     step: DecoderStep
     call: DecoderCall
 
@@ -107,15 +108,9 @@ class KernelDecoder:
     """All layers of a model, and its head if that is a kernel's product too."""
 
     def __init__(
-        self,
-        library: Library,
-        kernel: DecoderKernel,
-        embedding: Tensor,
-        rotary: RotaryEmbedding,
-        vocabulary: int | None,
+        self, kernel: DecoderKernel, embedding: Tensor, rotary: RotaryEmbedding, vocabulary: int | None
     ) -> None:
         """`embedding` is the table of tokens; `vocabulary`: how many logits the kernel makes, if it does."""
-        self._library = library
         self._kernel = kernel
         self._embedding = embedding
         self._rotary = rotary
@@ -130,32 +125,38 @@ class KernelDecoder:
 
     def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
         """What the embedding and all layers add up to."""
-        described = self._describe(len(token_ids), batch, None)
-        self._compute(described, token_ids, lengths, batch)
+        described = self._describe(token_ids, batch, None)
+        self._compute(described, lengths, batch)
         return Residual(described.step.residual.view(torch.bfloat16))
 
     def logits(self, token_ids: Tensor, lengths: Tensor | None, sampled: Tensor | None, batch: KernelBatch) -> Tensor:
-        """[s, vocabulary] float32 of these tokens, None: of all; and what the batch draws from them. The next step of
-        the same batch overwrites them."""
-        if batch.described is None:
+        """[s, vocabulary] float32 of these tokens, None: of all; and what the batch draws from them. They are
+        overwritten when the same batch is computed again, of what the same tensors hold then."""
+        described = batch.described
+        if described is None or described.token_ids is not token_ids:
             assert self._vocabulary is not None
             count = len(token_ids if sampled is None else sampled)
             outputs = DecoderOutputs(sampled, torch.empty(count, self._vocabulary), batch.draws)
-            batch.described = self._describe(len(token_ids), batch, outputs)
-        self._compute(batch.described, token_ids, lengths, batch)
-        assert batch.described.step.outputs is not None
-        return batch.described.step.outputs.logits
+            described = batch.described = self._describe(token_ids, batch, outputs)
+        self._compute(described, lengths, batch)
+        assert described.step.outputs is not None
+        return described.step.outputs.logits
 
     def table_bytes(self) -> int:
         """Size of its own copies of the rotations' tables."""
         return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
 
-    def _describe(self, tokens: int, batch: KernelBatch, outputs: DecoderOutputs | None) -> DescribedStep:
-        head_dim = batch.caches[0].shape[-1]
+    def _describe(self, token_ids: Tensor, batch: KernelBatch, outputs: DecoderOutputs | None) -> DescribedStep:
+        tokens, head_dim = len(token_ids), batch.caches[0].shape[-1]
+        residual, cosine, sine = (_bits(tokens, width) for width in (self._embedding.shape[1], head_dim, head_dim))
+        turns = torch.empty_like(batch.positions) if self._rotary.length_dependent else batch.positions
+        lines = [TableLines(self._embedding, token_ids, residual)]
+        if self._turns is not None:
+            lines += [TableLines(table, turns, to) for table, to in zip(self._turns, (cosine, sine), strict=True)]
         step = DecoderStep(
-            residual=_bits(tokens, self._embedding.shape[1]),
-            cosine=_bits(tokens, head_dim),
-            sine=_bits(tokens, head_dim),
+            residual=residual,
+            cosine=cosine,
+            sine=sine,
             singles=batch.singles,
             span_starts=batch.span_starts,
             rows=batch.rows,
@@ -165,23 +166,20 @@ class KernelDecoder:
             caches=batch.caches,
             reads_new=batch.reads_new,
             outputs=outputs,
+            lines=lines,
         )
-        return DescribedStep(step, DecoderCall(self._kernel, step))
+        return DescribedStep(token_ids, turns, step, DecoderCall(self._kernel, step))
 
-    def _compute(self, described: DescribedStep, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> None:
-        """Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
-        now, others wait for it, and would be waited for."""
-        step = described.step
-        take_lines(self._library, self._embedding, token_ids, step.residual)
-        if self._turns is not None and isinstance(self._rotary, TabledRotary):
-            lines = self._rotary.lines(batch.positions, lengths)
-            for turn, to in zip(self._turns, (step.cosine, step.sine), strict=True):
-                take_lines(self._library, turn, lines, to)
-        else:
+    def _compute(self, described: DescribedStep, lengths: Tensor | None, batch: KernelBatch) -> None:
+        """For most models nothing gives up the interpreter until the kernel is called: with the step before, whose
+        tokens are delivered now, others wait for it, and would be waited for."""
+        if self._turns is None or not isinstance(self._rotary, TabledRotary):
             rotation = self._rotary(batch.positions, lengths)
             assert isinstance(rotation, Rotation)
-            step.cosine.copy_(rotation.cosine[:, 0].view(torch.int16))
-            step.sine.copy_(rotation.sine[:, 0].view(torch.int16))
+            described.step.cosine.copy_(rotation.cosine[:, 0].view(torch.int16))
+            described.step.sine.copy_(rotation.sine[:, 0].view(torch.int16))
+        elif self._rotary.length_dependent:
+            described.turns.copy_(self._rotary.lines(batch.positions, lengths))
         described.call()
 
 
@@ -241,7 +239,7 @@ def make_kernel_decoder(
     described = DecoderShape(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     head = _head_weights(ends)
     kernel = DecoderKernel(library, described, weights, head)
-    return KernelDecoder(library, kernel, ends.embedding, rotary, None if head is None else head.matrix.outputs)
+    return KernelDecoder(kernel, ends.embedding, rotary, None if head is None else head.matrix.outputs)
 
 
 def _head_weights(ends: DecoderEnds) -> HeadWeights | None:

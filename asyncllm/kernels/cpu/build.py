@@ -60,7 +60,6 @@ _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]] | None, tuple[type[ct
         _NUMBER,
         (_POINTER, _POINTER, _POINTER, _NUMBER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     ),
-    "take_lines": (_COUNT, (_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _POINTER)),
     "uniform": (None, (_POINTER, _POINTER, _POINTER, ctypes.c_uint64, _COUNT, _POINTER)),
     "draw": (_NUMBER, (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _POINTER, _POINTER, _COUNT)),
 }

@@ -80,6 +80,15 @@ class DecoderOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class TableLines:
+    """A tensor of a step that the kernel fills first, with lines of a table."""
+
+    table: Tensor  # [any number, width]
+    lines: Tensor  # [n] int64
+    out: Tensor  # [n, width]; all dense, and items of one size
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderStep:
     """The tokens of a step, those alone in their row first, then the chunks."""
 
@@ -96,6 +105,7 @@ class DecoderStep:
     """As many as layers name, [blocks, block_size, 2, kv_heads, head_dim] bfloat16; they take new keys and values."""
     reads_new: bool  # whether tokens may see keys that the step writes for other rows
     outputs: DecoderOutputs | None = None
+    lines: Sequence[TableLines] = ()  # what of the above is found in tables, such as that of an embedding
 
 
 class DecoderKernel:
@@ -152,6 +162,7 @@ class DecoderCall:
         self._addresses = [cache.data_ptr() for cache in step.caches]
         self._block_size = step.caches[0].shape[1]
         self._tables = (ctypes.c_void_p * len(step.tables))(*(table.data_ptr() for table in step.tables))
+        self._lines = (_LinesStruct * len(step.lines))(*map(_lines, step.lines))
         self._described = _StepStruct(
             tokens=len(step.residual),
             singles=step.singles,
@@ -165,6 +176,8 @@ class DecoderCall:
             cosine=step.cosine.data_ptr(),
             sine=step.sine.data_ptr(),
             residual=step.residual.data_ptr(),
+            lines=ctypes.cast(self._lines, ctypes.c_void_p),
+            tables_read=len(self._lines),
         )
         outputs = None if step.outputs is None else _sampled(kernel, step.outputs)
         self._arguments = (
@@ -175,7 +188,7 @@ class DecoderCall:
         self._kind = (id(kernel), len(step.residual), len(step.span_starts), outputs is None)
 
     def __call__(self) -> None:
-        """Compute it. The interpreter is given up once."""
+        """Compute it. The interpreter is given up once. Raises IndexError for a line that a table does not have."""
         kernel = self._kernel
         kernel.point_to(self._addresses, self._step.windows)
         kernel.decoder.block_size = self._block_size
@@ -186,6 +199,8 @@ class DecoderCall:
         described.threads = threads
         described.workspace = kernel.workspace(kernel.library.short.asyncllm_workspace_bytes(*self._arguments))
         lost: float = kernel.library.functions.asyncllm_decode(*self._arguments, kernel.library.tiles)
+        if lost < 0:
+            raise IndexError("a token has a line that is not one of its table's")
         return lost
 
 
@@ -226,7 +241,27 @@ class _StepStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_width", "longest", "reads_new")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "residual", "workspace")),
         ("threads", ctypes.c_int64),
+        ("lines", ctypes.c_void_p),
+        ("tables_read", ctypes.c_int64),
     )
+
+
+class _LinesStruct(ctypes.Structure):
+    """`Lines` of `source/decoder.h`."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("chosen", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
+def _lines(taken: TableLines) -> _LinesStruct:
+    table = taken.table
+    width = table.itemsize * table.shape[1]
+    return _LinesStruct(table.data_ptr(), len(table), width, taken.lines.data_ptr(), taken.out.data_ptr())
 
 
 class _HeadStruct(ctypes.Structure):

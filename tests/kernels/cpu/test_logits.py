@@ -142,7 +142,7 @@ def test_a_call_computes_what_its_tensors_hold(library: Library) -> None:
     assert torch.equal(draws.token_ids, anew.outputs.draws.token_ids)
 
 
-def draws_of(library: Library, alter: Callable[[Tensor], None]) -> list[int]:
+def draws_of(library: Library, alter: Callable[[Tensor], object]) -> list[int]:
     """What two greedy rows and two drawn ones take where the logits are these: a head of zeros leaves them its bias."""
     steps = Steps(library, 4, 16)
     bias = torch.zeros(VOCABULARY)

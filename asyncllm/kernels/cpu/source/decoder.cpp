@@ -1,5 +1,5 @@
-// What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), lines of a
-// table (lines.py), and draws (draw.py).
+// What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), and draws
+// (draw.py).
 #include "key_prefetcher.h"
 #include "logits.h"
 
@@ -231,14 +231,19 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled
   return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * kTaken * model->count + 64;
 }
 
-// Returns what `run_team` does, as all functions that compute with several threads.
+// Returns what `run_team` does, as all functions that compute with several threads; -1 where a table lacks a line.
 double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sampled, int64_t tiles) {
+  for (int64_t i = 0; i < step->tables_read; ++i) {
+    if (!step->lines[i].exist(step->tokens)) return -1.0;
+  }
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
   std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
   auto *taken = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
   for (int64_t i = 0; i < kTaken * model->count; ++i) taken[i].store(0, std::memory_order_relaxed);
   const auto compute = [&](const Team &team, bool by_tiles) {
+    for (int64_t i = 0; i < step->tables_read; ++i) step->lines[i].take(team.share(step->tokens));
+    team.wait();
     Pass(team, *model, *step, by_tiles, taken).run();
     if (!sampled || !sampled->count) return;
     team.wait();  // the stream is whole
@@ -257,16 +262,6 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
 
 int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int64_t threads) {
   return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
-}
-
-// out [rows] = lines of a table, of so many bytes each; 0 where a line is not one of the table's `count`.
-int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int64_t *lines, int64_t rows, int64_t bytes,
-                            std::uint8_t *out) {
-  for (int64_t row = 0; row < rows; ++row) {
-    if (lines[row] < 0 || lines[row] >= count) return 0;
-    std::memcpy(out + row * bytes, table + lines[row] * bytes, bytes);
-  }
-  return 1;
 }
 
 // Numbers of (0, 1]; see kernels/cpu/draw.py.
