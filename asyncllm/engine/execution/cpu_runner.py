@@ -52,7 +52,7 @@ class StepExecutor:
         self._rows = rows
         self._builder = make_batch_builder(model, layout, cache)
         self._broken_rows: set[int] = set()
-        self._run: DecodeRun | None = None  # of which the last step was one
+        self._run: DecodeRun | None = None  # of which the last step was one: it knows what its rows do not know yet
 
     def text_features(self, token_ids: Int32Array) -> TextFeatures:
         """What computes the embedding of a text."""
@@ -61,31 +61,34 @@ class StepExecutor:
     def execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
         """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
         step that needs them, until joined anew."""
-        self._broken_rows.difference_update([join.row for join in plan.joins])
         try:
+            run, self._run = self._run, None
+            if run is not None and not run.takes(plan):
+                run.settle(self._rows)
+                run = None
+            self._broken_rows.difference_update([join.row for join in plan.joins])
             if self._broken_rows and (broken := self._broken_rows & _rows_of(plan)):
                 raise RuntimeError(f"an earlier step failed, and with it the state of rows {sorted(broken)}")
-            return self._execute(plan, tell_late)
+            return self._execute(plan, run, tell_late)
         except BaseException:
             self._broken_rows |= _rows_of(plan)
-            self._run = None
             raise
 
-    def _execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
+    def _execute(self, plan: StepPlan, run: DecodeRun | None, tell_late: Callable[[LateTokens], object]) -> StepResult:
+        """`run`: of which the step is one more."""
         rows = self._rows
         for join in plan.joins:
             rows.join(join)
         rows.edit_tables(plan.tables)
         if len(plan.copies):
             copy_blocks(self._cache, plan.copies)
+        if run is not None:
+            run.advance(rows)
+            return self._draw(plan.step, run, goes_on=True)
         if plan.late is not None:
             tell_late(self._sample_late(plan.step, plan.late))
         if not plan.num_tokens:
             return StepResult(plan.step, np.zeros(0, np.int32))
-        run, self._run = self._run, None
-        if run is not None and run.takes(plan):
-            run.advance(rows)
-            return self._draw(plan, run)
         rows.take_chunks(plan.chunks)
         tokens, outputs, parts = lay_out_tokens(plan, rows), lay_out_outputs(plan), rows.prompt_parts(plan.chunks)
         draws: Draws | None = None
@@ -93,7 +96,8 @@ class StepExecutor:
             draws = rows.draws(outputs.rows, tokens.positions[tokens.sampled] + 1)
         batch = self._builder.build(tokens, rows, draws)
         if draws is not None:
-            return self._draw(plan, DecodeRun(plan.decode_rows, outputs.rows, tokens, batch, draws))
+            run = DecodeRun(plan.decode_rows, outputs.rows, tokens, batch, draws)
+            return self._draw(plan.step, run, goes_on=not plan.chunks and plan.late is None)
         prompts: tuple[PromptLogprobs, ...] = ()
         if parts:
             reader, count = PromptReader(parts, tokens.chunk_firsts), len(tokens.sampled)
@@ -119,18 +123,19 @@ class StepExecutor:
         read = rows.keep([row for row, _ in outputs.kept], kept)
         return StepResult(plan.step, token_ids.astype(np.int32), scores, read)
 
-    def _draw(self, plan: StepPlan, run: DecodeRun) -> StepResult:
-        """Compute a step, with the tokens that the model draws."""
-        rows, tokens, sampled = self._rows, run.tokens, run.sampled
+    def _draw(self, step: int, run: DecodeRun, *, goes_on: bool) -> StepResult:
+        """Compute a step, with the tokens that the model draws. It `goes_on` if the next one may be of its run."""
+        rows, sampled = self._rows, run.sampled
         logits = self._model.forward(run.batch)
-        rows.position[tokens.rows] = tokens.positions + 1  # of equal rows the last, and largest, stays
-        token_ids: Int64Array = run.draws.token_ids.numpy()
-        if token_ids.min() == NO_TOKEN:  # of what is no number, `sample` knows what it counts as
-            token_ids = sample(logits, rows.sampling(sampled, rows.position[sampled]), self._sampling.library)
-        rows.last_token[sampled] = np.maximum(token_ids, 0)
-        if not plan.chunks and plan.late is None:
+        if NO_TOKEN in run.token_ids.tolist():  # of what is no number, `sample` knows what it counts as
+            run.settle(rows)
+            token_ids, _ = self._sample(logits, sampled, rows.sampling(sampled, rows.position[sampled]))
+            return StepResult(step, token_ids.astype(np.int32))
+        if goes_on:
             self._run = run
-        return StepResult(plan.step, token_ids.astype(np.int32))
+        else:
+            run.settle(rows)
+        return StepResult(step, run.token_ids.copy())
 
     def _sample_late(self, step: int, late: LateSamples) -> LateTokens:
         rows, where = self._rows, late.rows.astype(np.int64)

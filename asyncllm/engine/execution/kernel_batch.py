@@ -68,7 +68,8 @@ class KernelBatchBuilder:
 class DecodeRun:
     """Steps that follow each other and compute one token of each of the same rows: one batch, whose numbers go on.
 
-    In the order of positions, in which its tokens are, they stay. For rows that the kernel draws the tokens of.
+    In the order of positions, in which its tokens are, they stay. For rows whose tokens the kernel draws. What little
+    is done between two of these steps counts: the interpreter's own code has left the processor's caches by then.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class DecodeRun:
     ) -> None:
         """The first of these steps: the rows that its plan names, and those that sample."""
         self.sampled = sampled.astype(np.intp)
-        self.tokens = tokens
         self.batch = batch
-        self.draws = draws
+        self.token_ids: Int32Array = draws.token_ids.numpy()  # that the last step has drawn
         self._decode_rows = decode_rows
+        self._tokens = tokens
+        self._order = tokens.sampled.argsort()  # of the batch's tokens: where in `token_ids` is what follows them
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the next step is one of them."""
@@ -87,12 +89,17 @@ class DecodeRun:
         return plan.decode_rows is self._decode_rows and not others
 
     def advance(self, rows: RowState) -> None:
-        """To the next step."""
-        tokens, lengths = self.tokens, self.batch.lengths
+        """To the next step. `rows` are left as they were before the last one."""
+        tokens, lengths = self._tokens, self.batch.lengths
         np.add(tokens.positions, 1, out=tokens.positions)
-        tokens.ids[:] = rows.last_token[tokens.rows]
+        tokens.ids[:] = self.token_ids[self._order]
         if lengths is not None:
             lengths.copy_(_lengths(tokens, rows))
+
+    def settle(self, rows: RowState) -> None:
+        """Let the rows know what the last step has computed."""
+        rows.position[self._tokens.rows] = self._tokens.positions + 1  # of equal rows the last, and largest, stays
+        rows.last_token[self.sampled] = np.maximum(self.token_ids, 0)
 
 
 def _lengths(tokens: StepTokens, rows: RowState) -> Tensor:

@@ -83,6 +83,8 @@ class RowState:
 
     def edit_tables(self, edits: TableEdits) -> None:
         """Set block-table entries."""
+        if not len(edits.blocks):
+            return
         self.tables[edits.groups, edits.rows, edits.indices] = edits.blocks
 
     def sampling(self, rows: Int32Array | Int64Array, positions: Int64Array) -> SampledRows:
@@ -109,7 +111,7 @@ class RowState:
             temperature=torch.from_numpy(self._temperature[rows]),
             seed=torch.from_numpy(self._seed[rows].view(np.int64)),
             choice=torch.from_numpy(self._choice[rows]),
-            token_ids=torch.from_numpy(np.empty(len(rows), np.int64)),
+            token_ids=torch.from_numpy(np.empty(len(rows), np.int32)),
         )
 
     def logprobs(self, rows: Int32Array | Int64Array) -> Sequence[tuple[int, LogprobsRequest]]:

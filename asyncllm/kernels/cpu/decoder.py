@@ -66,7 +66,7 @@ class Draws:
     seed: Tensor  # [s] int64
     choice: Tensor  # [s] int64
     token_ids: Tensor
-    """[s] int64, which the kernel writes: -1 as in `draw_tokens`; but with a temperature of 0, +infinity is a logit
+    """[s] int32, which the kernel writes: -1 as in `draw_tokens`; but with a temperature of 0, +infinity is a logit
     like any other."""
 
 

@@ -66,14 +66,14 @@ def some_draws(rows: int) -> Draws:
     """Every third row is greedy."""
     temperature = torch.tensor([0.0 if row % 3 == 2 else 0.5 + row / rows for row in range(rows)])
     seed = torch.arange(rows) * 77 - 2**62
-    return Draws(temperature, seed, torch.arange(rows) % 4, torch.full((rows,), -7))
+    return Draws(temperature, seed, torch.arange(rows) % 4, torch.full((rows,), -7, dtype=torch.int32))
 
 
 def expected_tokens(library: Library, logits: Tensor, draws: Draws, positions: Tensor) -> Tensor:
     uniform = draw_uniform(library, draws.seed, positions + 1, draws.choice)
     greedy = draws.temperature == 0
     drawn = draw_tokens(library, logits, draws.temperature + greedy, uniform)
-    return torch.where(greedy, torch.from_numpy(logits.numpy().argmax(-1)), drawn)
+    return torch.where(greedy, torch.from_numpy(logits.numpy().argmax(-1)), drawn).int()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -22,7 +22,7 @@ struct Sampled {
   // [count] of a draw: what kernels/cpu/draw.py takes. A temperature of 0 takes the largest logit. Null: none is drawn.
   const float *temperature;
   const std::uint64_t *seed, *choice;
-  int64_t *found;  // [count]
+  std::int32_t *found;  // [count]
 
   int64_t token(int64_t row) const { return tokens ? tokens[row] : row; }
 };
@@ -66,11 +66,12 @@ inline void compute_logits(const Team &team, const Step &step, const Sampled &sa
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     const float *logits = sampled.logits + row * vocabulary, temperature = sampled.temperature[row];
     const auto position = static_cast<std::uint64_t>(step.positions[sampled.token(row)] + 1);
-    sampled.found[row] = temperature > 0.0f
-                             ? draw(logits, vocabulary, temperature,
-                                    uniform(sampled.seed[row], position, sampled.choice[row], 0),
-                                    reinterpret_cast<double *>(scratch))
-                             : largest(logits, vocabulary);
+    const int64_t found = temperature > 0.0f
+                              ? draw(logits, vocabulary, temperature,
+                                     uniform(sampled.seed[row], position, sampled.choice[row], 0),
+                                     reinterpret_cast<double *>(scratch))
+                              : largest(logits, vocabulary);
+    sampled.found[row] = static_cast<std::int32_t>(found);
   }
 }
 
