@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from asyncllm.engine.consumers import Consumers
 from asyncllm.engine.hook_place import HookPlace, LoopPlace
@@ -110,6 +111,19 @@ class Branch:
         if detector is not None:
             self.push, self.detector = WatchedText(self.id, self.push, detector, found).push, detector
 
+    def keep_tail(self) -> None:
+        """No more will come: the stream gets what was held back. Raises what the detokenizer does."""
+        if self.flush is not None:
+            self.box.tail = self.flush()
+
+    def spoil(self, error: Exception) -> None:
+        """The text has failed with this error, and does so again."""
+
+        def fail(*ids: Sequence[int]) -> str:
+            raise error
+
+        self.push = self.flush = fail
+
     def mute(self) -> None:
         """Show no text for the id that comes next."""
         if self.push is not None:
@@ -205,10 +219,15 @@ class LiveRequests:
         return request.branches
 
     def fail(self, request: Request, error: AsyncLLMError) -> None:
-        """The request ends with an error, unless it has ended already."""
-        if not request.mailbox.done:
-            request.mailbox.failure = error
-            self._close(request)
+        """The request ends with an error, unless it has ended already. Behind all that it has come to."""
+        if request.mailbox.done:
+            return
+        for branch in request.branches:
+            if branch.box.end is None:
+                with suppress(Exception):  # which may be what fails it
+                    branch.keep_tail()
+        request.mailbox.failure = error
+        self._close(request)
 
     def conclude(self, branch: Branch, ended: Ended) -> None:
         """The scheduler says that a branch has ended: its stream gets what was held back, and how it came out.
@@ -218,7 +237,7 @@ class LiveRequests:
         mailbox, request = branch.mailbox, branch.request
         if mailbox.done:
             return
-        tail = "" if branch.flush is None else branch.flush()
+        branch.keep_tail()
         reason: FinishReason = ended.reason
         stop_reason: str | int | None = None
         if request.params.max_tokens == 0:
@@ -227,7 +246,7 @@ class LiveRequests:
             reason, stop_reason = FinishReason.STOP, branch.stop_reason
         elif ended.stop_token_id in request.params.stop_token_ids:
             stop_reason = ended.stop_token_id
-        branch.box.end = ChoiceEnd(reason, stop_reason, tail)
+        branch.box.end = ChoiceEnd(reason, stop_reason)
         request.preemptions += ended.preemptions
         if branch is request.branches[0]:
             request.scheduled, request.cached_tokens = ended.first_scheduled, ended.cached_tokens
