@@ -76,7 +76,7 @@ class Request:
 class Branch:
     """One choice of a live request; a request of its own for the scheduler."""
 
-    __slots__ = ("box", "detector", "flush", "id", "mailbox", "matcher", "push", "request")
+    __slots__ = ("box", "detector", "flush", "id", "mailbox", "matcher", "push", "request", "spoiled")
 
     def __init__(self, branch: int, request: Request, box: ChoiceBox) -> None:
         self.id = branch
@@ -85,6 +85,7 @@ class Branch:
         self.box = box
         self.push: Callable[[Sequence[int]], str] | None = None  # ids to text; None without a tokenizer
         self.flush: Callable[[], str] | None = None
+        self.spoiled = False
         self.matcher: StopMatcher | None = None
         self.detector: RepetitionDetector | None = None
 
@@ -123,10 +124,11 @@ class Branch:
             raise error
 
         self.push = self.flush = fail
+        self.spoiled = True
 
     def mute(self) -> None:
         """Show no text for the id that comes next."""
-        if self.push is not None:
+        if self.push is not None and not self.spoiled:
             self.push = _no_text
 
 

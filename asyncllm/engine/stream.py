@@ -38,7 +38,8 @@ class TokenStream:
     the `async with` block, by `aclose()`, by cancelling the task that waits in it, and by dropping it.
 
     Each delta has all that is new of its choice since that one's delta before, so a slow reader gets fewer and longer
-    ones. Choices that have something new take turns.
+    ones. Choices that have something new take turns. An error that ends the request is raised once all is read that
+    came before it.
     """
 
     __slots__ = (

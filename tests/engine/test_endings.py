@@ -363,6 +363,18 @@ async def test_the_end_comes_last(tokenizer: Tokenizer, kind: str, asleep: str, 
         assert "".join(delta.text for delta in came) == tokenizer.decode(ids)
 
 
+@pytest.mark.usefixtures("breaking")
+async def test_nothing_follows_a_token_whose_text_has_failed(tokenizer: Tokenizer) -> None:
+    forced = (letter(3), letter(4), 300, 70)
+    load = constrained(Ends(tokenizer, "").load, lambda params: Rounds(512, [None], forces={3: forced}))
+    came: list[int] = []
+    async with AsyncEngine(load) as engine:
+        with pytest.raises(RequestFailed, match="turned into text"):  # noqa: PT012
+            async for delta in engine.stream([1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=[70])):
+                came.extend(delta.token_ids)
+    assert came == [letter(place) for place in range(5)]
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 @pytest.mark.parametrize("kind", ["no token", "step", "death", "death at a launch", "hook"])
 async def test_the_end_of_another_process_comes_last(tokenizer: Tokenizer, kind: str, asleep: bool) -> None:
