@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
-from asyncllm.kernels import large_linear as large
+from asyncllm.kernels import gated_linear as gated
 from asyncllm.kernels import skinny_linear as skinny
 from asyncllm.kernels import specialized_linear
 from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, Sequences, make_attention_plan, plan_attention
+from asyncllm.kernels.gated_linear import GatedTiling, gated_linear
 from asyncllm.kernels.language import next_power_of_2
-from asyncllm.kernels.large_linear import LargeTiling, large_linear
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
     SPLIT_TILES,
@@ -61,14 +61,12 @@ from benchmarks.model_folders import model_folder, model_names
 
 ROOT = Path(__file__).parent
 ROWS = (1, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-LARGE_OUTPUTS = 100_000
-"""A head has more: it multiplies few rows, whatever a step has."""
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
 HEAT = 1.0  # seconds of load before anything is measured
 WARM, TIMED = 20, 40  # replays
-TOKENS = 65_536  # of timed replays, where steps have more than `MOST_ROWS`
+SECONDS = 0.3  # of timed replays of steps of more than `MOST_ROWS`: so long that the clock is what it will be
 FINALISTS = 6  # tilings of a product that are tried again
 CARVE_OUTS = (0, 4, 16)  # those of one row, with each of these
 SAME = 1.002
@@ -176,7 +174,7 @@ def specialized_tilings(product: Product, rows: int) -> Iterator[Tiling]:
 def tilings(product: Product, rows: int, *, specialized: bool = False) -> list[AnyTiling]:
     """The candidates, or only those that are `specialized`."""
     if rows > MOST_ROWS:
-        return [LargeTiling(2), LargeTiling(3)] if product.outputs <= LARGE_OUTPUTS else []
+        return [GatedTiling(2), GatedTiling(3)] if product.gated else []
     if rows == 1:
         return [] if specialized else list(vector_tilings(product))
     return [*(() if specialized else tile_tilings(product, rows)), *specialized_tilings(product, rows)]
@@ -202,14 +200,9 @@ def make_operands(product: Product, rows: int, device: torch.device) -> Operands
 
 def multiply(operands: Operands, tiling: AnyTiling) -> torch.Tensor:
     """As a layer does; what that leaves in parts is added up."""
-    if isinstance(tiling, LargeTiling):
-        return large_linear(
-            operands.x,
-            operands.weight,
-            activation=operands.activation,
-            residual=operands.residual,
-            tiling=tiling,
-        )
+    if isinstance(tiling, GatedTiling):
+        assert operands.activation is not None
+        return gated_linear(operands.x, operands.weight, operands.activation, tiling=tiling)
     if operands.residual is not None and isinstance(tiling, Tiling) and tiling.splits > 1:
         parts = linear_parts(operands.x, operands.weight, tiling=tiling)
         return operands.residual.float() + parts.sum(0)
@@ -311,10 +304,7 @@ class ShortStep:
     def microseconds(self, batch: ForwardBatch, table: ProductTable) -> float:
         """Of one step among many."""
         self.use(table)
-        warm, timed = WARM, TIMED
-        if len(batch.token_ids) > MOST_ROWS:
-            timed = max(1, TOKENS // len(batch.token_ids))
-            warm = max(1, timed // 4)
+        few = len(batch.token_ids) <= MOST_ROWS
         with torch.cuda.stream(self._stream):
             # torch's own context would collect garbage each time
             graph = torch.cuda.CUDAGraph()
@@ -322,15 +312,12 @@ class ShortStep:
             self.model.forward(batch)
             graph.capture_end()
             self._first = self._first or graph
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            for _ in range(warm):
-                graph.replay()
-            start.record()
-            for _ in range(timed):
-                graph.replay()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / timed
+            if few:
+                replay(graph, WARM)
+                return replay(graph, TIMED)
+            count = max(1, int(1e6 * SECONDS / replay(graph, 1)))
+            replay(graph, max(1, count // 2))
+            return replay(graph, count)
 
     def warm_up(self, batch: ForwardBatch, table: ProductTable) -> None:
         """What a first launch allocates must not be in a graph, and the clock must have come down; `table` leaves
@@ -342,6 +329,17 @@ class ShortStep:
         until = time.monotonic() + HEAT
         while time.monotonic() < until:
             self.microseconds(batch, table)
+
+
+def replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Microseconds of each of so many replays."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / count
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +357,8 @@ def tune(step: ShortStep, rows: int, table: ProductTable, *, specialized: bool) 
     """The table with other choices for so many rows; if `specialized`, those that are, beside what the table has."""
     original = table
     batch = step.batch(rows)
-    products = products_of(step.config)
+    # the library alone multiplies many rows, but for those of a gate
+    products = [each for each in products_of(step.config) if rows <= MOST_ROWS or each.gated]
     nothing = table
     for product in products:
         nothing = nothing.with_choice(product, rows, None)
@@ -436,14 +435,14 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
 
     product, rows, tiling = task
     triton.runtime.driver.set_active(_Hopper())
-    for module in (skinny, specialized_linear, large):
+    for module in (skinny, specialized_linear, gated):
         vars(module)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
     vars(skinny)["can_specialize"] = lambda x: True
     kernels: list[Any] = [
         skinny._vector_kernel,
         skinny._tile_kernel,
         specialized_linear._specialized_tile_kernel,
-        large._large_kernel,
+        gated._gated_product_kernel,
     ]
     for kernel in kernels:
         run = type(kernel).run

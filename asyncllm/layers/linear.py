@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.large_linear import LargeTiling, can_multiply, large_linear
+from asyncllm.kernels.gated_linear import GatedTiling, can_multiply, gated_linear
 from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, VectorTiling, linear_parts, skinny_linear
 from asyncllm.kernels.uniform_linear import uniform_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.cpu_linear import CpuGatedLinear, CpuLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot, dense
-from asyncllm.layers.product_table import AnyTiling, Product, device_table
+from asyncllm.layers.product_table import Product, device_table
 from asyncllm.layers.residual import Residual
 
 
@@ -128,14 +128,12 @@ class KernelLinear(Linear):
         tiling = self.tiling(x)
         if tiling is None:
             return functional.linear(x, self.weight, self.bias)
-        if isinstance(tiling, LargeTiling):
-            return large_linear(x, self.weight, tiling=tiling)
         return skinny_linear(x, self.weight, self.bias, arrivals=self.arrivals, tiling=tiling)
 
     def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
         """See `WeightedLayer`."""
         tiling = self.tiling(residual.values)
-        if isinstance(tiling, VectorTiling):
+        if len(residual.values) == 1 and tiling is not None:
             row_norm = RowNorm(norm.weight, norm.eps)
             return skinny_linear(residual.settle(), self.weight, self.bias, norm=row_norm, tiling=tiling)
         return self(norm.of(residual))
@@ -145,8 +143,6 @@ class KernelLinear(Linear):
         tiling, values = self.tiling(x, adds=True), residual.settle()
         if isinstance(tiling, Tiling) and tiling.splits > 1:
             residual.parts = linear_parts(x, self.weight, self.bias, tiling=tiling)
-        elif isinstance(tiling, LargeTiling):
-            large_linear(x, self.weight, residual=values, tiling=tiling)
         elif tiling is not None:
             skinny_linear(x, self.weight, self.bias, residual=values, tiling=tiling)
         elif self.bias is not None:
@@ -154,17 +150,11 @@ class KernelLinear(Linear):
         else:
             torch.addmm(values, x, self.weight.t(), out=values)
 
-    def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
+    def tiling(self, x: Tensor, *, adds: bool = False) -> Tiling | VectorTiling | None:
         """How our kernel multiplies x, or None: the library is faster."""
         outputs, inputs = self.weight.shape
-        return self.tiling_of(Product(outputs, inputs, adds=adds), x)
-
-    def tiling_of(self, product: Product, x: Tensor) -> AnyTiling | None:
-        """The same where the product is part of another."""
-        tiling = self.table.tiling(product, len(x))
-        if isinstance(tiling, LargeTiling) and (self.bias is not None or not can_multiply(x, product.outputs)):
-            return None
-        return tiling
+        tiling = self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
+        return None if isinstance(tiling, GatedTiling) else tiling
 
 
 class UniformLinear(Linear):
@@ -215,11 +205,13 @@ class KernelGatedLinear(GatedLinear):
     def normed(self, residual: Residual, norm: RMSNorm) -> Tensor:
         """See `WeightedLayer`."""
         linear, rows = self._kernel_linear, len(residual.values)
-        tiling = linear.tiling_of(self.product, residual.values)
+        tiling = linear.table.tiling(self.product, rows)
+        if isinstance(tiling, GatedTiling):
+            if linear.bias is None and can_multiply(residual.values, self.product.outputs):
+                return gated_linear(norm.of(residual), linear.weight, self._kind, tiling=tiling)
+            tiling = None
         if tiling is None:
             return self.activation(functional.linear(norm.of(residual), linear.weight, linear.bias))
-        if isinstance(tiling, LargeTiling):
-            return large_linear(norm.of(residual), linear.weight, activation=self._kind, tiling=tiling)
         row_norm = RowNorm(norm.weight, norm.eps) if rows == 1 else None
         x = residual.settle() if rows == 1 else norm.of(residual)
         return skinny_linear(

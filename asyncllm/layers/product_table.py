@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from asyncllm.kernels.large_linear import LargeTiling
+from asyncllm.kernels.gated_linear import GatedTiling
 from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, VectorTiling, default_vector_tiling
 
-AnyTiling = Tiling | VectorTiling | LargeTiling
-"""Of one row a vector's, up to `MOST_ROWS` those of `skinny_linear`, and of more `large_linear`'s."""
+AnyTiling = Tiling | VectorTiling | GatedTiling
+"""Of one row a vector's, up to `MOST_ROWS` those of `skinny_linear`, and of more, where a gate is, `gated_linear`'s."""
 
 _FOLDER = Path(__file__).parent / "product_tables"
 
@@ -94,7 +94,7 @@ def _tiling(rows: int, numbers: list[Any] | None) -> AnyTiling | None:
     if numbers is None:
         return None
     if rows > MOST_ROWS:
-        return LargeTiling(*numbers)
+        return GatedTiling(*numbers)
     return VectorTiling(*numbers) if rows == 1 else Tiling(*numbers)
 
 

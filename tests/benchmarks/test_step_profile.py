@@ -47,10 +47,10 @@ def test_roles_of_a_step_by_the_library() -> None:
 
 
 def test_roles_of_a_step_of_many_rows() -> None:
-    """Of its products the library has some."""
-    layer = ["_rms_norm_kernel", "_large_kernel", "_attention_kernel", LIBRARY, "_rms_norm_kernel", "_large_kernel"]
+    """One of its products is ours, with the activation in it."""
+    layer = ["_rms_norm_kernel", LIBRARY, "_attention_kernel", LIBRARY, "_rms_norm_kernel", "_gated_product_kernel"]
     of_layer = ["norms", "qkv", "attention", "attention output", "norms", "gate and up", "down"]
-    assert roles_of([*layer, "_large_kernel", *layer, "_large_kernel", LIBRARY]) == [*of_layer, *of_layer, "head"]
+    assert roles_of([*layer, LIBRARY, *layer, LIBRARY, LIBRARY]) == [*of_layer, *of_layer, "head"]
 
 
 def test_times_and_gaps_add_up(config: ModelConfig) -> None:

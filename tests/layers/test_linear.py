@@ -1,18 +1,18 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from asyncllm.errors import CheckpointError
-from asyncllm.kernels.large_linear import LargeTiling
+from asyncllm.kernels.activation import Activation, gated_activation_reference
+from asyncllm.kernels.gated_linear import GatedTiling
 from asyncllm.kernels.skinny_linear import skinny_linear_reference
+from asyncllm.layers import activation as activation_module
 from asyncllm.layers import linear as linear_module
-from asyncllm.layers.linear import KernelGatedLinear, KernelLinear, Linear, make_gated_linear, make_linear
+from asyncllm.layers.linear import GatedLinear, KernelGatedLinear, KernelLinear, Linear, make_gated_linear
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.parameter import Placement
-from asyncllm.layers.product_table import Product, ProductTable
+from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.product_table import ProductTable
 from asyncllm.layers.residual import Residual
 
 CPU = Placement(torch.float32, torch.device("cpu"))
@@ -45,71 +45,52 @@ def test_loading_converts() -> None:
     assert (linear.weight == 0.5).all()
 
 
-class LargeProducts:
+class GatedProducts:
     """Stands for the kernel of many rows, which computes on a GPU."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, *, tiling: LargeTiling, **options: Any) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, activation: Activation, *, tiling: GatedTiling
+    ) -> torch.Tensor:
         self.taken.append((len(x), tiling.groups))
-        return skinny_linear_reference(x, weight, **options)
+        return skinny_linear_reference(x, weight, activation=activation)
 
 
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> LargeProducts:
-    products = LargeProducts()
-    monkeypatch.setattr(linear_module, "large_linear", products.multiply)
+@pytest.mark.parametrize(
+    ("outputs", "bias", "rows", "ours"),
+    [(24, False, 600, True), (24, False, 512, False), (24, True, 600, False), (20, False, 600, False)],
+    ids=["many rows", "fewer", "bias", "columns that cannot be copied"],
+)
+def test_gated_product_of_many_rows(
+    outputs: int, bias: bool, rows: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel where the table says so, and it takes what is there."""
+    products = GatedProducts()
+    monkeypatch.setattr(linear_module, "gated_linear", products.multiply)
     monkeypatch.setattr(linear_module, "can_multiply", lambda x, outputs: outputs % 8 == 0)
-    return products
-
-
-def many_rows(outputs: int, *, bias: bool = False) -> tuple[KernelLinear, torch.Tensor]:
-    """A product whose table leaves up to 512 rows to the library, and 600 rows."""
-    placement = Placement(torch.float32, torch.device("cpu"), kernels=True)
-    linear = make_linear(16, {"a": outputs}, bias=bias, placement=placement)
-    assert isinstance(linear, KernelLinear)
-    generator = torch.Generator().manual_seed(outputs)
-    for tensor in (linear.weight, linear.bias):
-        if tensor is not None:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    linear.table = ProductTable({})
-    for adds in (False, True):
-        product = Product(outputs, 16, adds=adds)
-        linear.table = linear.table.with_choice(product, 512, None).with_choice(product, 1024, LargeTiling(3))
-    return linear, torch.randn(600, 16, generator=generator)
-
-
-def test_many_rows_are_multiplied_by_the_kernel_that_the_table_says(large: LargeProducts) -> None:
-    linear, x = many_rows(24)
-    expected = x @ linear.weight.T
-    torch.testing.assert_close(linear(x), expected)
-    torch.testing.assert_close(linear(x[:512]), expected[:512])
-    stream = Residual(torch.ones(600, 24))
-    linear.add(x, stream)
-    torch.testing.assert_close(stream.settle(), expected + 1)
-    assert large.taken == [(600, 3), (600, 3)]
-
-
-@pytest.mark.parametrize(("outputs", "bias"), [(24, True), (20, False)])
-def test_what_that_kernel_does_not_take_is_the_library_s(large: LargeProducts, outputs: int, bias: bool) -> None:
-    linear, x = many_rows(outputs, bias=bias)
-    expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
-    torch.testing.assert_close(linear(x), expected)
-    stream = Residual(torch.ones(600, outputs))
-    linear.add(x, stream)
-    torch.testing.assert_close(stream.settle(), expected + 1)
-    assert large.taken == []
-
-
-def test_gated_product_of_many_rows(large: LargeProducts) -> None:
-    placement = Placement(torch.float32, torch.device("cpu"), kernels=True)
-    gated = make_gated_linear(16, {"gate": 8, "up": 8}, "silu", bias=False, placement=placement)
+    monkeypatch.setattr(activation_module, "gated_activation", gated_activation_reference)
+    cpu = torch.device("cpu")
+    parts = {"gate": outputs, "up": outputs}
+    gated, plain = (
+        make_gated_linear(16, parts, "silu", bias=bias, placement=Placement(torch.float32, cpu, kernels=kernels))
+        for kernels in (True, False)
+    )
     assert isinstance(gated, KernelGatedLinear)
-    linear, x = many_rows(16)
-    gated.linear.weight.copy_(linear.weight)
-    gated.linear.table = ProductTable({}).with_choice(gated.product, 1024, LargeTiling(2))
-    norm = RMSNorm(16, 1e-5, Placement(torch.float32, torch.device("cpu")))
-    gate, up = (norm(x) @ linear.weight.T).chunk(2, dim=-1)
-    torch.testing.assert_close(gated.normed(Residual(x), norm), torch.nn.functional.silu(gate) * up)
-    assert large.taken == [(600, 2)]
+    assert isinstance(plain, GatedLinear)
+    generator = torch.Generator().manual_seed(outputs)
+    for own, other in zip(gated.slots(""), plain.slots(""), strict=True):
+        for slot in (own[1], other[1]):
+            assert isinstance(slot, Slot)
+        values = torch.randn(own[1].target.shape, generator=generator)
+        own[1].load(values)
+        other[1].load(values)
+    table = ProductTable({}).with_choice(gated.product, 512, None).with_choice(gated.product, 1024, GatedTiling(3))
+    assert isinstance(gated.linear, KernelLinear)
+    gated.linear.table = table
+    norm = RMSNorm(16, 1e-5, Placement(torch.float32, cpu))
+    norm.weight.fill_(1.0)
+    x = torch.randn(rows, 16, generator=generator)
+    torch.testing.assert_close(gated.normed(Residual(x), norm), plain.normed(Residual(x), norm))
+    assert products.taken == ([(rows, 3)] if ours else [])

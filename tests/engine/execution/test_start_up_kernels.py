@@ -23,7 +23,7 @@ from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.kernels import compilation, language, large_linear, skinny_linear, specialized_attention
+from asyncllm.kernels import compilation, gated_linear, language, skinny_linear, specialized_attention
 from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, default_tilings, make_attention_plan
 from asyncllm.kernels.block_copy import copy_blocks
@@ -257,19 +257,17 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
     @pytest.mark.parametrize("groups", [2, 3])
     def test_many_rows_are_multiplied_at_full_speed(groups: int, compiled: Compiled) -> None:
         """As above; the number of rows is nothing that a kernel is compiled for."""
-        tiling, weight = large_linear.LargeTiling(groups), torch.zeros((48, 64), dtype=torch.bfloat16)
+        tiling, weight = gated_linear.GatedTiling(groups), torch.zeros((48, 64), dtype=torch.bfloat16)
         with CompileProcesses() as processes:
             processes.start()
             with compiling(2, processes):
                 for rows in (1000, 1001):
-                    x, residual = weight.new_zeros((rows, 64)), weight.new_zeros((rows, 48))
-                    large_linear.large_linear(x, weight, tiling=tiling, activation=Activation.SILU)
-                    large_linear.large_linear(x, weight, tiling=tiling, residual=residual)
-        assert compiled.names == compiled.cached == ["_large_kernel"] * 2
-        kernel: Any = large_linear._large_kernel
+                    gated_linear.gated_linear(weight.new_zeros((rows, 64)), weight, Activation.SILU, tiling=tiling)
+        assert compiled.names == compiled.cached == ["_gated_product_kernel"]
+        kernel: Any = gated_linear._gated_product_kernel
         ((kernels, *_),) = kernel.device_caches.values()
-        for each in kernels.values():
-            code = each.asm["sass"]
-            assert code.count("HGMMA.64x256x16") == 4 * groups
-            assert code.count("WARPGROUP.DEPBAR") == groups
-            assert "STL" not in code
+        (binary,) = kernels.values()
+        code = binary.asm["sass"]
+        assert code.count("HGMMA.64x256x16") == 4 * groups
+        assert code.count("WARPGROUP.DEPBAR") == groups
+        assert "STL" not in code
