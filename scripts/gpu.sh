@@ -49,11 +49,12 @@ http() {
 
 # Side by side, since tests wait for kernels to be compiled more than for the GPU; those that look at memory look at their
 # own process's. Neighbours stay together, as they share what a module makes. The tests of the interpreter and of the
-# processor's kernels are the CPU's.
+# processor's kernels are the CPU's. Each has one thread of torch, as in `make test`: the engines on the CPU that others are
+# compared with have tiny models, and teams of threads would wait for each other while other tests have the processors.
 gpu_tests() {
     status=0
     pytest() {
-        "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m "not full" --maxfail 25 \
+        OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m "not full" --maxfail 25 \
             --durations 10 "$@"
     }
     pytest tests/gpu -n "$((($(nproc) + 1) / 2))" --dist worksteal || status=1

@@ -38,6 +38,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
         "engine",
         "engine.plan",
         "engine.event_loop",
+        "engine.alarm",
         "engine.process",
         "engine.exit_watch",
         "engine.workers",

@@ -43,6 +43,14 @@ class Answer(Protocol):
         ...
 
 
+def held_back(answer: Answer) -> Sequence[Piece]:
+    """What was held back of an answer that cannot go on; nothing where it is the answer that cannot be taken apart."""
+    try:
+        return list(answer.flush())
+    except Exception:
+        return ()
+
+
 class PlainAnswer:
     """All text is content."""
 

@@ -40,7 +40,7 @@ async def create_chat_completion(serving: Serving, call: Call) -> Reply:
     chunks = _chunks(head, job, body, generation.streams[0], make_answer)
 
     def fail(error: Exception) -> str:
-        return error_event(openai_body(generation.failure(error)))
+        return chunks.rest() + error_event(openai_body(generation.failure(error)))
 
     return generation.reply(TokenEvents(generation, chunks.render, fail, n=job.params.n, frame=chunks.frame))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from asyncllm.api.answers import Answer, MakeAnswer, Piece, Reasoning
+from asyncllm.api.answers import Answer, MakeAnswer, Piece, Reasoning, held_back
 from asyncllm.api.logprobs import chat_logprobs
 from asyncllm.api.sse import DONE, Frame, compact, data, escape
 from asyncllm.outputs.tool_calls import ArgumentsDelta, ContentDelta, ToolCallStart
@@ -18,13 +18,14 @@ from asyncllm.results import FinishReason, TokenDelta, Usage
 class _Choice:
     """What is known of one of the n answers."""
 
-    __slots__ = ("answer", "called", "opened", "prefix", "tokens")
+    __slots__ = ("answer", "called", "ended", "opened", "prefix", "tokens")
 
     def __init__(self, answer: Answer, prefix: str) -> None:
         self.answer = answer
         self.prefix = prefix  # all that stands before a delta
         self.opened = False  # its role was sent
         self.called = False  # it has called a tool
+        self.ended = False
         self.tokens = 0
 
 
@@ -77,6 +78,14 @@ class ChatChunks:
         start = self._starts[0]
         return None if start is None else (start, self._text_end)
 
+    def rest(self) -> str:
+        """What was held back of answers that cannot go on."""
+        events = ""
+        for choice in self._choices:
+            if choice.opened and not choice.ended:
+                events += "".join(self._event(choice, each) for each in self._deltas(choice, held_back(choice.answer)))
+        return events
+
     def _usage(self, usage: Usage) -> str:
         """The last chunk, where it was asked for."""
         if not self._include_usage:
@@ -102,6 +111,7 @@ class ChatChunks:
         for position, each in enumerate(deltas):
             parts.append(self._event(choice, each, fields if position == 0 else {}))
         if delta.finish_reason is not None:
+            choice.ended = True
             parts.append(self._event(choice, {}, end=delta))
         return "".join(parts)
 

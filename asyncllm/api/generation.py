@@ -39,7 +39,8 @@ class Generation:
         self._open.clear()
         for observation, completion in zip(self._observations, done, strict=True):
             observation.end(completion.metrics, completion.usage, completion.finish_reason)
-            self._check(completion.finish_reason)
+            if (failure := self._limit(completion.finish_reason)) is not None:
+                raise failure
         return done
 
     async def start(self) -> None:
@@ -63,11 +64,10 @@ class Generation:
         reply.held.push_async_callback(self.abandon)
         return reply
 
-    def seen(self, delta: TokenDelta, position: int = 0) -> None:
-        """A delta leaves. Raises 504 where the server's own limit ended the request."""
+    def seen(self, delta: TokenDelta, position: int = 0) -> ApiError | None:
+        """A delta leaves. Returns 504 where the server's own limit is its end, which is no end of an answer then."""
         self._observations[position].tokens(len(delta.token_ids))
-        if delta.finish_reason is not None:
-            self._seen_last(delta, position)
+        return None if delta.finish_reason is None else self._seen_last(delta, position)
 
     def failure(self, error: Exception) -> ApiError:
         """What a client is told when a stream fails; the log gets what it is not told."""
@@ -77,17 +77,18 @@ class Generation:
         """Counts tokens that leave, in place of `seen`, where they are not the last ones of their choice."""
         return self._observations[position].tokens
 
-    def _seen_last(self, delta: TokenDelta, position: int) -> None:
+    def _seen_last(self, delta: TokenDelta, position: int) -> ApiError | None:
         reason = delta.finish_reason
         assert reason is not None
         if delta.usage is not None:
             self._open.discard(position)
             self._observations[position].end(self.streams[position].metrics, delta.usage, reason)
-        self._check(reason)
+        return self._limit(reason)
 
-    def _check(self, reason: FinishReason) -> None:
+    def _limit(self, reason: FinishReason) -> ApiError | None:
         if reason is FinishReason.DEADLINE and self._server_limits:
-            raise ApiError(504, "The request took longer than this server allows.", code="timeout")
+            return ApiError(504, "The request took longer than this server allows.", code="timeout")
+        return None
 
     def _fail(self) -> None:
         for position in self._open:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncllm.api.answers import Answer
+from asyncllm.api.answers import Answer, held_back
 from asyncllm.api.chat_job import ChatJob, Tools, chat_job, make_tools
 from asyncllm.api.errors import InvalidRequest, anthropic_body
 from asyncllm.api.exchange import Reply, json_reply
@@ -156,6 +156,6 @@ def _events(writer: MessageWriter, generation: Generation, answer: Answer) -> To
         return text
 
     def fail(error: Exception) -> str:
-        return named("error", anthropic_body(generation.failure(error)))
+        return writer.push(held_back(answer)) + named("error", anthropic_body(generation.failure(error)))
 
     return TokenEvents(generation, render, fail, first=writer.begin(len(generation.streams[0].prompt_token_ids)))

@@ -74,9 +74,10 @@ class ResponseWriter:
 
     def fail(self, code: str, message: str) -> str:
         """The answer cannot go on."""
+        events = self._close("incomplete")
         self.response["status"] = "failed"
         self.response["error"] = {"code": code, "message": message}
-        return self._event("response.failed", response=self.response)
+        return events + self._event("response.failed", response=self.response)
 
     def _grow(self, kind: str, text: str, logprobs: Sequence[PositionLogprobs] | None) -> str:
         events = ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncllm.api.answers import Answer
+from asyncllm.api.answers import Answer, held_back
 from asyncllm.api.chat_job import ChatJob, chat_job
 from asyncllm.api.errors import ApiError, InvalidRequest
 from asyncllm.api.exchange import Reply, json_reply
@@ -174,7 +174,7 @@ def _events(serving: Serving, call: Call, job: _Job, generation: Generation, ans
 
     def fail(error: Exception) -> str:
         told = generation.failure(error)
-        return writer.fail(told.code or "server_error", told.message)
+        return writer.push(held_back(answer)) + writer.fail(told.code or "server_error", told.message)
 
     return TokenEvents(generation, render, fail, first=writer.begin(), last=last)
 

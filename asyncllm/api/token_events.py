@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from dataclasses import replace
 from types import coroutine
 from typing import Any, Self
 
@@ -24,11 +25,11 @@ Send = Callable[[bytes], Coroutine[Any, Any, None] | None]
 
 class TokenEvents:
     """The events of a request's streams, for one task that sends them. They end behind the last token of all streams,
-    or behind an error."""
+    or behind an error, which follows all that has come before it."""
 
     __slots__ = (
         "_alone", "_begun", "_called", "_closed", "_count", "_fail", "_find_frame", "_first", "_frame", "_last",
-        "_loop", "_more", "_render", "_seen", "_send", "_sender", "_streams",
+        "_limit", "_loop", "_more", "_render", "_seen", "_send", "_sender", "_streams",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # what is rare by keyword
@@ -42,8 +43,9 @@ class TokenEvents:
         last: Callable[[], Awaitable[str]] | None = None,
         frame: Callable[[], Frame | None] | None = None,
     ) -> None:
-        """`render`: the events of a delta, with the position of its stream. `fail`: the event of an error. `n`: choices
-        of each stream. `first`: what comes before all deltas, and `last` behind them, unless there was an error.
+        """`render`: the events of a delta, with the position of its stream. `fail`: those of an error, and of what was
+        held back until then. `n`: choices of each stream. `first`: what comes before all deltas, and `last` behind
+        them, unless there was an error.
 
         `frame`: asked after a delta of the only choice whether each that follows, up to the last, is the event of its
         text in this frame, and nothing where it has none; it is asked again where it says None."""
@@ -51,6 +53,7 @@ class TokenEvents:
         self._count = generation.counter(0)
         self._render = render
         self._fail = fail
+        self._limit: Exception | None = None  # the server's own, which ends all streams: what is told behind the last
         self._streams = dict(enumerate(generation.streams))  # those that have not ended, by their positions
         self._alone = generation.streams[0] if n == len(generation.streams) == 1 else None
         self._find_frame = frame
@@ -160,40 +163,53 @@ class TokenEvents:
 
     def _take(self, stream: TokenStream) -> str:
         """The events of what the only stream has; one delta has all that is new."""
+        text = ""
+        failure: Exception | None = None
         try:
-            delta = stream.take()
-            if delta is None:
-                return ""
-            text = self._render(delta, 0)
-            self._seen(delta, 0)
-            if self._frame is None and self._find_frame is not None:
-                self._frame = self._find_frame()
-            if delta.usage is not None:
-                self._streams.clear()
-            elif stream.failed:  # both came together, and nobody will tell of the second
-                text += self._take(stream)
-            return text
+            while (delta := stream.take()) is not None:
+                text += self._tell(delta, 0)
+                if self._frame is None and self._find_frame is not None:
+                    self._frame = self._find_frame()
+                if delta.usage is not None:
+                    self._streams.clear()
+                    break
+                if not stream.failed:  # else both came together, and nobody will tell of the second
+                    break
         except Exception as error:
-            return self._end(error)
+            failure = error
+        return self._ended(text, failure)
 
     def _take_all(self) -> str:
-        """The events of what all streams have."""
+        """The events of what all streams have; a failure of one is told behind what the others have."""
         text = ""
-        try:
-            for position, stream in tuple(self._streams.items()):
+        failure: Exception | None = None
+        for position, stream in tuple(self._streams.items()):
+            try:
                 while position in self._streams and (delta := stream.take()) is not None:
-                    text += self._render(delta, position)
-                    self._seen(delta, position)
+                    text += self._tell(delta, position)
                     if delta.usage is not None:
                         del self._streams[position]
-        except Exception as error:
-            text += self._end(error)
-        return text
+            except Exception as error:
+                failure = failure or error
+        return self._ended(text, failure)
 
-    def _end(self, error: Exception) -> str:
+    def _tell(self, delta: TokenDelta, position: int) -> str:
+        """The events of a delta."""
+        limit = self._seen(delta, position)
+        if limit is None:
+            return self._render(delta, position)
+        self._limit = limit
+        return self._render(replace(delta, finish_reason=None, stop_reason=None, usage=None), position)
+
+    def _ended(self, text: str, failure: Exception | None) -> str:
+        """These events, and behind them what a failure has to say, if there is one."""
+        if failure is None and not self._streams:
+            failure = self._limit
+        if failure is None:
+            return text
         self._streams.clear()
         self._last = None
-        return self._fail(error)
+        return text + self._fail(failure)
 
     def _hand_out(self, text: str) -> None:
         if self._send is None:

@@ -38,15 +38,26 @@ class ChoiceReader:
         box, end, read = self.box, self.box.end, self.read
         assert end is not None
         known = self.read = len(box.ids)
-        text = "".join(box.texts[read:]) + end.tail
+        text = "".join(box.texts[read:]) + box.tail
         logprobs = self._logprobs(read, known)
         return TokenDelta(text, tuple(box.ids[read:]), self._index, end.reason, end.stop_reason, usage, logprobs)
+
+    def rest(self) -> TokenDelta | None:
+        """What is left of a choice whose request has failed."""
+        box, read = self.box, self.read
+        if box.end is not None:
+            return self.last_delta(None)
+        known = self.read = len(box.ids)
+        text = "".join(box.texts[read:]) + box.tail
+        if known == read and not text:
+            return None
+        return TokenDelta(text, tuple(box.ids[read:]), self._index, logprobs=self._logprobs(read, known))
 
     def choice(self) -> Choice:
         """All of a choice that has ended."""
         box, end = self.box, self.box.end
         assert end is not None
-        text, ids = "".join(box.texts) + end.tail, tuple(box.ids)
+        text, ids = "".join(box.texts) + box.tail, tuple(box.ids)
         return Choice(self._index, text, ids, end.reason, end.stop_reason, self._logprobs(0, len(ids)))
 
     def _logprobs(self, read: int, known: int) -> tuple[PositionLogprobs, ...] | None:

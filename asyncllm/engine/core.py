@@ -20,6 +20,7 @@ from itertools import count
 from typing import Any
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.alarm import Alarm
 from asyncllm.engine.command_queue import CommandQueue
 from asyncllm.engine.consumers import Consumers, LoopConsumers
 from asyncllm.engine.delivery import Delivery
@@ -64,11 +65,12 @@ class Core:
         self._beside = SideWork(self._loop, self._context)
         self._ids = count()
         self._live = LiveRequests(consumers or LoopConsumers())
-        self._delivery = Delivery(self._scheduler, self._live, self._fail)
-        turns = CoreTurns(self._loop, self._context, self._run_turn, self._fail, config.hook_timeout)
+        self._failing: list[tuple[Request, AsyncLLMError]] = []  # see `_tell_failed`
+        self._delivery = Delivery(self._scheduler, self._live, self._fail_soon)
+        turns = CoreTurns(self._loop, self._context, self._run_turn, self._fail_soon, config.hook_timeout)
         self._guidance = Guidance(self._scheduler, self._live, self._delivery, workers.guides, turns)
-        self._timer: asyncio.TimerHandle | None = None  # for the next deadline
-        self._hold: asyncio.TimerHandle | None = None  # for a plan that was put off
+        self._deadline = Alarm(self._loop, self._context, self._turn)  # the next one
+        self._hold = Alarm(self._loop, self._context, self._turn)  # for a plan that was put off
         self._closing = False
         self._dead: EngineDead | None = None
         self._counts = self._scheduler.counts()  # of the last turn: read by other threads
@@ -163,12 +165,16 @@ class Core:
             work()
             if self._dead is None:
                 self._launch()
-                self._tell_lost()
+                self._tell_failed()
                 self._settle()
             else:
                 self._rest()
         except Exception as error:
             self._die(error)
+
+    def _turn(self) -> None:
+        """One for what every turn does."""
+        self._run_turn(lambda: None)
 
     def _step_done(self, future: asyncio.Future[StepResult]) -> None:
         """Apply the oldest launched step, launch what can be launched now, then deliver."""
@@ -183,7 +189,7 @@ class Core:
                 self._delivery.deliver(tokens)
                 if tokens.logits:
                     self._guidance.take_logits(tokens)
-            self._tell_lost()  # after the delivery: a token that came is not lost with the step after it
+            self._tell_failed()  # after the delivery: a token that came is not lost with the step after it
             self._settle()
             self._pipeline.rest(start)
         except Exception as error:
@@ -206,29 +212,26 @@ class Core:
             self._live[request].mailbox.stage = Stage.RUNNING
         if self._pipeline.launches != launches:
             guidance.let_pass()
-        until = self._pipeline.hold_until(guidance.awaited())
-        if self._hold is not None and self._hold.when() != until:
-            self._hold.cancel()
-            self._hold = None
-        if until is not None and self._hold is None:
-            self._hold = self._loop.call_at(until, self._run_turn, self._let_go, context=self._context)
+        self._hold.set(self._pipeline.hold_until(guidance.awaited()))
 
-    def _let_go(self) -> None:
-        self._hold = None
-
-    def _tell_lost(self) -> None:
-        """End the requests of a failed step, and go on with the others."""
-        while (lost := self._pipeline.take_lost()) is not None:
-            for branch in lost.requests:
-                failure = RequestFailed.caused("the step that carried this request failed", lost.cause)
-                self._fail(self._live[branch].request, failure)
+    def _tell_failed(self) -> None:
+        """End the requests that have failed, alone or with their step, and go on with the others. Every token that has
+        come is delivered by then, so that errors follow it."""
+        while self._failing or self._pipeline.is_lost:
+            self._tell_ended()
+            failing, self._failing = self._failing, []
+            for request, failure in failing:
+                self._fail(request, failure)
+            if (lost := self._pipeline.take_lost()) is not None:
+                for branch in lost.requests:
+                    failure = RequestFailed.caused("the step that carried this request failed", lost.cause)
+                    self._fail(self._live[branch].request, failure)
             self._launch()
 
     def _settle(self) -> None:
         """End a turn: tell the streams, and set the timer when no step will end that."""
         while True:
-            for end in self._delivery.take_ended():
-                self._end(end)
+            self._tell_ended()
             for request in self._scheduler.take_released():
                 self._live.release_branch(request)
             self._counts = self._scheduler.counts()
@@ -239,7 +242,7 @@ class Core:
                 self._abort(orphan)
         if not self._pipeline.busy:
             self._delivery.rest()
-            self._set_timer()
+            self._deadline.set(self._scheduler.next_deadline())
             if self._closing and not len(self._live) and not self._served.done():
                 self._served.set_result(None)
 
@@ -248,19 +251,6 @@ class Core:
         self._live.send()
         if self._closing and not self._served.done():
             self._served.set_result(None)
-
-    def _set_timer(self) -> None:
-        deadline = self._scheduler.next_deadline()
-        if self._timer is not None:
-            if self._timer.when() == deadline:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._run_turn, self._drop_timer, context=self._context)
-
-    def _drop_timer(self) -> None:
-        self._timer = None
 
     # --- commands ---
 
@@ -352,6 +342,7 @@ class Core:
             self._cut_off()
 
     def _cut_off(self) -> None:
+        self._tell_ended()
         for request in self._live:
             self._fail(request, EngineClosed("the engine was closed"))
 
@@ -360,6 +351,10 @@ class Core:
     def _refuse(self, request: Request, error: AsyncLLMError) -> None:
         self._live.fail(request, error)
         self._live.release(request)
+
+    def _fail_soon(self, request: Request, error: AsyncLLMError) -> None:
+        """In this turn, see `_tell_failed`."""
+        self._failing.append((request, error))
 
     def _fail(self, request: Request, error: AsyncLLMError) -> None:
         if request.mailbox.stage is Stage.PREPARING:
@@ -377,9 +372,8 @@ class Core:
         self._dead.__cause__ = error
         for request in self._live:
             self._refuse(request, self.death())
-        for timer in (self._timer, self._hold):
-            if timer is not None:
-                timer.cancel()
+        self._deadline.set(None)
+        self._hold.set(None)
         self._rest()
 
     def death(self) -> EngineDead:
@@ -387,6 +381,11 @@ class Core:
         death = EngineDead(str(self._dead))
         death.__cause__ = None if self._dead is None else self._dead.__cause__
         return death
+
+    def _tell_ended(self) -> None:
+        """Who has ended hears of it, before anything that comes later may end them otherwise."""
+        for end in self._delivery.take_ended():
+            self._end(end)
 
     def _end(self, ended: Ended) -> None:
         self._guidance.end(ended)

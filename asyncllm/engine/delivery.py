@@ -16,7 +16,7 @@ from asyncllm.results import FinishReason
 
 class Delivery:
     """Ends the requests whose stop string has come. `fail` ends one whose tokens cannot be turned into text, or that no
-    token could be sampled for."""
+    token could be sampled for, once all is delivered that came before."""
 
     def __init__(
         self, scheduler: Scheduler, live: LiveRequests, fail: Callable[[Request, RequestFailed], object]
@@ -93,6 +93,7 @@ class Delivery:
                 try:
                     text = branch.push((token_id,))
                 except Exception as error:
+                    branch.spoil(error)
                     failure = RequestFailed.caused("the tokens could not be turned into text", error)
                     self._fail(branch.request, failure)
                     continue

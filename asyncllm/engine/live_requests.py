@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from asyncllm.engine.consumers import Consumers
 from asyncllm.engine.hook_place import HookPlace, LoopPlace
@@ -75,7 +76,7 @@ class Request:
 class Branch:
     """One choice of a live request; a request of its own for the scheduler."""
 
-    __slots__ = ("box", "detector", "flush", "id", "mailbox", "matcher", "push", "request")
+    __slots__ = ("box", "detector", "flush", "id", "mailbox", "matcher", "push", "request", "spoiled")
 
     def __init__(self, branch: int, request: Request, box: ChoiceBox) -> None:
         self.id = branch
@@ -84,6 +85,7 @@ class Branch:
         self.box = box
         self.push: Callable[[Sequence[int]], str] | None = None  # ids to text; None without a tokenizer
         self.flush: Callable[[], str] | None = None
+        self.spoiled = False
         self.matcher: StopMatcher | None = None
         self.detector: RepetitionDetector | None = None
 
@@ -110,9 +112,23 @@ class Branch:
         if detector is not None:
             self.push, self.detector = WatchedText(self.id, self.push, detector, found).push, detector
 
+    def keep_tail(self) -> None:
+        """No more will come: the stream gets what was held back. Raises what the detokenizer does."""
+        if self.flush is not None:
+            self.box.tail = self.flush()
+
+    def spoil(self, error: Exception) -> None:
+        """The text has failed with this error, and does so again."""
+
+        def fail(*ids: Sequence[int]) -> str:
+            raise error
+
+        self.push = self.flush = fail
+        self.spoiled = True
+
     def mute(self) -> None:
         """Show no text for the id that comes next."""
-        if self.push is not None:
+        if self.push is not None and not self.spoiled:
             self.push = _no_text
 
 
@@ -205,10 +221,15 @@ class LiveRequests:
         return request.branches
 
     def fail(self, request: Request, error: AsyncLLMError) -> None:
-        """The request ends with an error, unless it has ended already."""
-        if not request.mailbox.done:
-            request.mailbox.failure = error
-            self._close(request)
+        """The request ends with an error, unless it has ended already. Behind all that it has come to."""
+        if request.mailbox.done:
+            return
+        for branch in request.branches:
+            if branch.box.end is None:
+                with suppress(Exception):  # which may be what fails it
+                    branch.keep_tail()
+        request.mailbox.failure = error
+        self._close(request)
 
     def conclude(self, branch: Branch, ended: Ended) -> None:
         """The scheduler says that a branch has ended: its stream gets what was held back, and how it came out.
@@ -218,7 +239,7 @@ class LiveRequests:
         mailbox, request = branch.mailbox, branch.request
         if mailbox.done:
             return
-        tail = "" if branch.flush is None else branch.flush()
+        branch.keep_tail()
         reason: FinishReason = ended.reason
         stop_reason: str | int | None = None
         if request.params.max_tokens == 0:
@@ -227,7 +248,7 @@ class LiveRequests:
             reason, stop_reason = FinishReason.STOP, branch.stop_reason
         elif ended.stop_token_id in request.params.stop_token_ids:
             stop_reason = ended.stop_token_id
-        branch.box.end = ChoiceEnd(reason, stop_reason, tail)
+        branch.box.end = ChoiceEnd(reason, stop_reason)
         request.preemptions += ended.preemptions
         if branch is request.branches[0]:
             request.scheduled, request.cached_tokens = ended.first_scheduled, ended.cached_tokens

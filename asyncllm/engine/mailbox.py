@@ -40,7 +40,6 @@ class ChoiceEnd(NamedTuple):
 
     reason: FinishReason
     stop_reason: str | int | None = None
-    tail: str = ""  # text that was held back and belongs behind the last token's
 
 
 class Ending(NamedTuple):
@@ -71,12 +70,13 @@ class Waiter(Protocol):
 class ChoiceBox:
     """All that a choice has produced. Written by the engine's thread."""
 
-    __slots__ = ("end", "ids", "scores", "texts")
+    __slots__ = ("end", "ids", "scores", "tail", "texts")
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.texts: list[str] = []  # one for each of `ids`, appended before it; stays empty without a tokenizer
         self.scores: list[TokenScores] | None = None  # likewise one for each of `ids`, where they were asked for
+        self.tail = ""  # text that was held back, behind the last token's; set before the end, or the request's failure
         self.end: ChoiceEnd | None = None  # set after the last of `ids`
 
 
@@ -86,6 +86,7 @@ class Mailbox:
     __slots__ = (
         "__weakref__",
         "aborted",
+        "accepted",
         "choices",
         "consumer",
         "ending",
@@ -111,8 +112,9 @@ class Mailbox:
         self.prompt_scores: list[TokenScores] | None = None  # one for each prompt token but the first, if asked for
         self.prompt: Int32Array = NO_IDS
         self.stage = Stage.NEW
+        self.accepted = False  # was queued: what fails it from then on did not refuse it
         self.ending: Ending | None = None  # set after the ends of all choices
-        self.failure: AsyncLLMError | None = None  # in place of an ending
+        self.failure: AsyncLLMError | None = None  # in place of an ending; set after all that the choices have come to
         self.released = False  # row and blocks are free; set after `ending` or `failure`
         self.consumer: Consumer | None = None
         # Written by the thread of the stream's loop.
@@ -146,6 +148,7 @@ class Mailbox:
 
     def begin(self) -> None:
         """The request is queued: tell who waits for that. Engine thread."""
+        self.accepted = True
         self.stage = Stage.QUEUED
         if self.starters:
             self.notify()

@@ -161,8 +161,13 @@ class StepPipeline:
         self._apply_seconds += clock() - start
         return tokens
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step has failed, and no launched step may still write its requests' blocks."""
+        return self._lost is not None and not self._in_flight
+
     def take_lost(self) -> LostRequests | None:
-        """The requests that a failed step took with it, once no launched step may still write their blocks.
+        """The requests that a failed step took with it, once it `is_lost`.
 
         Raises `EngineDead` where the runner said so when it was to launch the step.
         """

@@ -16,7 +16,7 @@ from asyncllm.engine import process
 from asyncllm.engine.choice_reader import ChoiceReader
 from asyncllm.engine.mailbox import Ending, Mailbox, Stage, Waiter
 from asyncllm.engine.preparation import Submission
-from asyncllm.errors import EngineError, RequestError
+from asyncllm.errors import AsyncLLMError, EngineError, RequestError
 from asyncllm.metrics import RequestMetrics
 from asyncllm.outputs.reasoning import answers_of
 from asyncllm.results import Choice, Completion, FinishReason, PositionLogprobs, TokenDelta
@@ -38,7 +38,8 @@ class TokenStream:
     the `async with` block, by `aclose()`, by cancelling the task that waits in it, and by dropping it.
 
     Each delta has all that is new of its choice since that one's delta before, so a slow reader gets fewer and longer
-    ones. Choices that have something new take turns.
+    ones. Choices that have something new take turns. An error that ends the request is raised once all is read that
+    came before it.
     """
 
     __slots__ = (
@@ -76,7 +77,8 @@ class TokenStream:
         return None if ending is None else ending.metrics
 
     async def start(self) -> None:
-        """Submit the request; return once it is validated and queued. Raises the error that refuses it."""
+        """Submit the request; return once it is validated and queued. Raises the error that refuses it; one that ends
+        it later is raised to who reads it, behind what came before."""
         self._submit()
         self._check_loop()
         mailbox = self._mailbox
@@ -85,7 +87,7 @@ class TokenStream:
         except BaseException:
             self._leave()
             raise
-        if mailbox.failure is not None:
+        if mailbox.failure is not None and not mailbox.accepted:
             raise mailbox.failure
 
     def __aiter__(self) -> Self:
@@ -121,22 +123,23 @@ class TokenStream:
     def take(self) -> TokenDelta | None:
         """The next delta of a stream that has started, where it is there already. On the stream's loop.
 
-        Raises what reading on would: the request's error, `StopAsyncIteration` once the stream is over.
+        Raises what reading on would: the request's error, once all that came before it is read; `StopAsyncIteration`
+        once the stream is over.
         """
         mailbox, reader = self._mailbox, self._only
+        if mailbox.failure is not None:  # before the ids are counted: it is set after the last of them
+            return self._take_of_failed(mailbox.failure)
         if reader is None:
             return self._take_of_many()
         box = reader.box
-        ending = mailbox.ending  # before the ids are counted: it is set after the last of them
+        ending = mailbox.ending  # likewise
         read, known = reader.read, len(box.ids)
         if ending is not None or self._over:
             return self._last_delta(ending)
         if known == read + 1 and box.scores is None:  # what nearly all are
             reader.read = known
             return TokenDelta(box.texts[read] if box.texts else "", (box.ids[read],))
-        if known > read:
-            return reader.next_delta()
-        return None if mailbox.failure is None else self._last_delta(None)
+        return reader.next_delta() if known > read else None
 
     def take_text(self) -> str | None:
         """The text of the next delta, where that is one token of the only choice and has nothing beside it: what nearly
@@ -169,7 +172,7 @@ class TokenStream:
     async def result(self) -> Completion:
         """Everything that the request came to, what was read before included.
 
-        Waits for the end, without waking up for each token.
+        Waits for the end, without waking up for each token; not for the row and the blocks, as `aclose` does.
         """
         mailbox = self._mailbox
         if not (self._over and self._loop is not None):
@@ -256,7 +259,7 @@ class TokenStream:
         self._leave()
 
     def _take_of_many(self) -> TokenDelta | None:
-        """The same where there are several choices: of the one whose turn it is."""
+        """The same where there are several choices, and no failure: of the one whose turn it is."""
         ending, readers = self._mailbox.ending, self._readers  # the ending first: it is set last
         if not self._over:
             for _ in range(len(readers)):
@@ -267,18 +270,26 @@ class TokenStream:
                         return reader.next_delta()
                 elif len(readers) > 1:
                     return readers.popleft().last_delta(None)
-        if ending is not None or self._over or self._mailbox.failure is not None:
+        if ending is not None or self._over:
             return self._last_delta(ending)
         return None
 
-    def _last_delta(self, ending: Ending | None) -> TokenDelta:
-        """What is left once no more will come."""
+    def _take_of_failed(self, failure: AsyncLLMError) -> TokenDelta:
+        """What came of one more choice before the request failed; raises the failure behind the last of it."""
         if self._over:
             raise StopAsyncIteration
+        while self._readers:
+            delta = self._readers.popleft().rest()
+            if delta is not None:
+                return delta
         self._finish()
-        if ending is None:
-            assert self._mailbox.failure is not None
-            raise self._mailbox.failure
+        raise failure
+
+    def _last_delta(self, ending: Ending | None) -> TokenDelta:
+        """What is left once no more will come."""
+        if self._over or ending is None:
+            raise StopAsyncIteration
+        self._finish()
         return self._readers[0].last_delta(ending.usage)
 
     def _is_more_there(self) -> bool:

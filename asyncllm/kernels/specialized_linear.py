@@ -81,6 +81,7 @@ def _specialized_tile_kernel(
         hopper.mbarrier.init(empty.index(i), count=GROUPS)
     hopper.fence_async_shared()
     ring = (weights, xs, full, empty)
+    # the arguments stand in each place: constants of a tuple that has a name are none any more
     if GROUPS == 2:
         gl.warp_specialize(
             [

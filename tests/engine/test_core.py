@@ -189,7 +189,7 @@ async def test_stop_ids_and_eos(tokenizer: Tokenizer) -> None:
     ):
         assert mailbox.ending is not None
         assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == (reason, stop_reason)
-        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == text
+        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].tail == text
         assert mailbox.ending.usage.completion_tokens == len(mailbox.choices[0].ids)
     assert eos.choices[0].ids[-1] == 2
 
@@ -207,7 +207,7 @@ async def test_a_stop_string_ends_the_request_and_what_is_on_its_way_is_dropped(
         assert mailbox.ending is not None
         assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == ("stop", "bb")
         assert mailbox.choices[0].ids == [a, b, b]
-        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == text
+        assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].tail == text
         assert mailbox.released
 
 
@@ -229,7 +229,7 @@ async def test_no_stop_string_in_the_first_min_tokens(tokenizer: Tokenizer) -> N
         await hand.runner.complete()
     assert mailbox.ending is not None
     assert (mailbox.choices[0].end.reason, mailbox.choices[0].end.stop_reason) == ("stop", "bb")
-    assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].end.tail == "b" * 5
+    assert "".join(mailbox.choices[0].texts) + mailbox.choices[0].tail == "b" * 5
     assert len(mailbox.choices[0].ids) == 7
 
 
@@ -241,7 +241,7 @@ async def test_withheld_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
         await hand.runner.complete()
     assert "".join(mailbox.choices[0].texts) == "b"
     assert mailbox.ending is not None
-    assert mailbox.choices[0].end.tail == "bbb"
+    assert mailbox.choices[0].tail == "bbb"
     assert mailbox.choices[0].end.reason is FinishReason.LENGTH
 
 

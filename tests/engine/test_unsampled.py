@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from asyncllm import AsyncEngine, Completion, SamplingParams, StructuredOutput
 from asyncllm.errors import SamplingFailed
 from asyncllm.testing.tiny_models import write_tiny_model
+from tests.engine.conftest import eventually
 
 POISON = 77
 """A token whose embedding is no number, and so nothing that follows it is."""
@@ -87,7 +88,8 @@ async def test_only_who_has_no_numbers_fails(folder: Path, device: str, dtype: s
         assert [type(answer) for answer in ill] == [SamplingFailed] * len(KINDS)
         assert "no logit is above -infinity" in str(ill[0])
         assert tokens_of(well) == expected or dtype != "float32"
-        assert engine.statistics().blocks_used == engine.statistics().rows_used == 0
+        # A late token comes while its step still runs, and blocks go back with the step.
+        await eventually(lambda: engine.statistics().blocks_used == engine.statistics().rows_used == 0)
 
 
 async def test_no_block_of_it_is_found_later(folder: Path, device: str) -> None:

@@ -101,6 +101,7 @@ class Opened:
     prompt: Int32Array
     scored: bool  # its tokens come with log-probabilities
     prompt_scored: bool  # its prompt's do
+    accepted: bool  # as in `Mailbox`
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class NewOfChoice:
     token_ids: Sequence[int]
     texts: Sequence[str]  # one for each of them; none without a tokenizer
     scores: Sequence[TokenScores] | None
+    tail: str  # what was held back, once no more will come
     end: ChoiceEnd | None
 
 

@@ -19,6 +19,7 @@ from asyncllm.engine.isolation.travel import ErrorReport
 from asyncllm.engine.logprob_reader import LogprobReader
 from asyncllm.engine.mailbox import ChoiceBox, Mailbox, Stage
 from asyncllm.engine.plan import TokenScores
+from asyncllm.errors import EngineDead
 from asyncllm.metrics import EngineState, EngineStatistics
 
 
@@ -89,8 +90,11 @@ class Outlet:
         core = self._core
         if core is None:
             return
+        self._tell_news(core)
         if core.state is EngineState.DEAD:
-            return self._sender.send(Died(ErrorReport.of(core.death())))
+            self._sender.send(Died(ErrorReport.of(core.death())))
+
+    def _tell_news(self, core: Core) -> None:
         statistics = core.statistics()
         batch, self.batch = self.batch, []
         if not batch and not self._hooks_over and statistics == self._told:
@@ -115,6 +119,8 @@ class Outlet:
                 news.token_ids.append(box.ids[-1])
                 news.texts.append(box.texts[-1] if box.texts else None)
                 return
+        if self._is_lost(mailbox) and not mailbox.accepted:
+            return
         news.requests.append(self._news_of(mailbox, news))
         if mailbox.released:
             self._released(mailbox.number)
@@ -124,26 +130,33 @@ class Outlet:
         if not mailbox.told_opened and mailbox.stage is not Stage.PREPARING:
             mailbox.told_opened = True
             scored = mailbox.choices[0].scores is not None
-            opened = Opened(mailbox.prompt, scored, mailbox.prompt_scores is not None)
+            opened = Opened(mailbox.prompt, scored, mailbox.prompt_scores is not None, mailbox.accepted)
         prompt_scores = (mailbox.prompt_scores or [])[mailbox.told_prompt_scores :]
         mailbox.told_prompt_scores += len(prompt_scores)
         choices = []
         for index, box in enumerate(mailbox.choices):
-            if len(box.ids) > mailbox.told_ids[index] or (box.end is not None and not mailbox.told_ends[index]):
+            ended = (mailbox.done or box.end is not None) and not mailbox.told_ends[index]
+            if len(box.ids) > mailbox.told_ids[index] or ended:
                 choices.append(_news_of_choice(mailbox, index, box))
         if mailbox.reader is not None:
             for scores in chain(prompt_scores, *(new.scores or () for new in choices)):
                 self._tell_bytes(mailbox.reader, scores, news)
+        lost = self._is_lost(mailbox)
         return NewOfRequest(
             number=mailbox.number,
             opened=opened,
             prompt_scores=prompt_scores,
             choices=choices,
             ending=mailbox.ending,
-            failure=None if mailbox.failure is None else ErrorReport.of(mailbox.failure),
-            stage=mailbox.stage,
-            released=mailbox.released,
+            failure=None if mailbox.failure is None or lost else ErrorReport.of(mailbox.failure),
+            stage=Stage.RUNNING if lost else mailbox.stage,
+            released=mailbox.released and not lost,
         )
+
+    def _is_lost(self, mailbox: Mailbox) -> bool:
+        """Whether the engine's death ends the request: the host is told what came before, and says the rest itself."""
+        assert self._core is not None
+        return isinstance(mailbox.failure, EngineDead) and self._core.state is EngineState.DEAD
 
     def _tell_bytes(self, reader: LogprobReader, scores: TokenScores, news: News) -> None:
         """What the tokens stand for, which only this process knows."""
@@ -159,6 +172,6 @@ class Outlet:
 def _news_of_choice(mailbox: ChildMailbox, index: int, box: ChoiceBox) -> NewOfChoice:
     told, known = mailbox.told_ids[index], len(box.ids)
     mailbox.told_ids[index] = known
-    mailbox.told_ends[index] = box.end is not None
+    mailbox.told_ends[index] = mailbox.done or box.end is not None
     scores = None if box.scores is None else box.scores[told:known]
-    return NewOfChoice(index, box.ids[told:known], box.texts[told:known], scores, box.end)
+    return NewOfChoice(index, box.ids[told:known], box.texts[told:known], scores, box.tail, box.end)

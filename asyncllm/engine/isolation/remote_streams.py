@@ -109,6 +109,7 @@ class RemoteStreams:
     def _take_request(self, stream: RemoteStream, new: NewOfRequest) -> None:
         mailbox = stream.mailbox
         if new.opened is not None:
+            mailbox.accepted = new.opened.accepted
             mailbox.prompt = new.opened.prompt
             mailbox.reader = self._reader
             if new.opened.prompt_scored:
@@ -148,5 +149,6 @@ def _take_choice(mailbox: Mailbox, new: NewOfChoice) -> None:
         box.scores += new.scores
     box.texts += new.texts
     box.ids += new.token_ids
+    box.tail = new.tail
     if new.end is not None:
         box.end = new.end

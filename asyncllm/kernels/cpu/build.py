@@ -23,12 +23,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncllm.kernels.cpu.team import TeamSize
+
+if sys.platform != "win32":  # where nothing is compiled
+    import fcntl
 
 logger = logging.getLogger("asyncllm")
 
@@ -162,10 +165,58 @@ def _processor() -> str:
 
 
 def _compile(command: Sequence[str], name: str, folder: Path | None, wanted: Callable[[], bool]) -> Library:
-    """Several processes may do so at once: the file appears whole, once it could be loaded, and one of equal ones
-    stays."""
-    if folder is not None:
+    """Where there is a folder, one process does so and others wait for it. The file appears whole, once it could be
+    loaded."""
+    if folder is None:
+        return _compile_alone(command, name, folder, wanted)
+    with _turn(folder / f"{name}.lock", wanted):
+        with suppress(OSError):  # it was not there, or could not be loaded; another process may have made it since
+            return _load(folder / name)
         _clear_away(folder)
+        return _compile_alone(command, name, folder, wanted)
+
+
+@contextmanager
+def _turn(lock: Path, wanted: Callable[[], bool]) -> Iterator[None]:
+    """While it lasts, no other process and no other thread has this turn. One that is killed gives it back.
+
+    Where files cannot be locked, and where another has had it for as long as a compiler may take, it is shared: equal
+    kernels are compiled more than once, and no harm comes of that. Raises `BuildInterrupted` once nothing is `wanted`.
+    """
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        taken = _take(descriptor)
+        deadline = time.monotonic() + _SECONDS
+        while not taken and time.monotonic() < deadline and threading.main_thread().is_alive():
+            if not wanted():
+                raise BuildInterrupted
+            time.sleep(_LOOK_EVERY)
+            taken = _take(descriptor)
+        try:
+            yield
+        finally:
+            if taken:
+                lock.unlink(missing_ok=True)  # before it is given back: who waits looks for the binary first
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int) -> bool:
+    """Lock this file; False where another has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # not on this file system
+        return True
+    return True
+
+
+def _compile_alone(command: Sequence[str], name: str, folder: Path | None, wanted: Callable[[], bool]) -> Library:
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
         made = Path(scratch) / name
         _run_compiler([*command, *_FLAGS, str(SOURCE / _MAIN), "-o", str(made)], wanted)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +40,85 @@ def test_several_at_once(compiled: Library, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         assert [each.tiles for each in pool.map(load_library, [tmp_path] * 3)] == [compiled.tiles] * 3
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def counted(quick: str, folder: Path, seconds: float = 0.3) -> tuple[str, Path]:
+    """A compiler that takes some time, and a file with a line for each that has begun."""
+    begun = folder / "begun"
+    return write_compiler(folder / "slow", f"echo x >> '{begun}'; sleep {seconds}; exec {quick} \"$@\""), begun
+
+
+LOAD = (
+    "import sys; from pathlib import Path; import torch; from asyncllm.kernels.cpu.build import load_library\n"
+    "load_library(Path(sys.argv[1]), sys.argv[2])"
+)
+
+
+def process_that_loads(folder: Path, compiler: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", LOAD, str(folder), compiler], env=environment)
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    for _ in range(1500):
+        if reached():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came about")
+
+
+def test_one_compiles_and_others_wait(quick: str, tmp_path: Path) -> None:
+    slow, begun = counted(quick, tmp_path)
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    process = process_that_loads(folder, slow)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: load_library(folder, slow), range(3)))
+    assert process.wait(60) == 0
+    assert begun.read_text().split() == ["x"]
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+def test_one_that_is_killed_keeps_nobody_waiting(quick: str, tmp_path: Path) -> None:
+    folder, hangs = tmp_path / "kernels", tmp_path / "hangs"
+    hangs.touch()
+    waits = f"if [ -e '{hangs}' ]; then echo $$ > '{tmp_path}/compiler.new'; mv '{tmp_path}/compiler.new' '{hangs}.id';"
+    compiler = write_compiler(tmp_path / "waits", f'{waits} exec sleep 1000; fi; exec {quick} "$@"')
+    process = process_that_loads(folder, compiler)
+    try:
+        wait_for(Path(f"{hangs}.id").exists)
+        hangs.unlink()
+        process.kill()
+        process.wait()
+        load_library(folder, compiler)  # though the compiler lives on, and the lock's file lies there
+    finally:
+        os.kill(int(Path(f"{hangs}.id").read_text()), signal.SIGKILL)
+    assert len([path for path in folder.iterdir() if path.suffix == ".so"]) == 1
+    assert not [path for path in folder.iterdir() if path.suffix == ".lock"]
+
+
+def test_one_that_takes_too_long_is_waited_for_no_longer(
+    quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    lock = folder / f"kernels-{build._key(build._words(quick))}.so.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BuildInterrupted):
+            load_library(folder, quick, lambda: False)
+        monkeypatch.setattr(build, "_SECONDS", 0.3)
+        load_library(folder, quick)
+        assert lock.exists()  # it is the other's
+
+
+def test_where_files_cannot_be_locked(quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    load_library(tmp_path / "kernels", quick)
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

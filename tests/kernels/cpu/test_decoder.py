@@ -241,6 +241,25 @@ def test_caches_may_change_and_are_not_held(library: Library) -> None:
     assert_near(model, 0, torch.cat((*found, model.run([(0, 30, 34)]))))
 
 
+@pytest.mark.parametrize("broken", [40, 47, 64])
+@pytest.mark.parametrize("name", ["smollm2", "window", "wide heads", "small blocks"])
+def test_what_is_no_number_reaches_no_token_that_does_not_see_it(library: Library, name: str, broken: int) -> None:
+    """Not those before it, in the same chunk or another, nor those that it has left the windows of."""
+    case, length = CASES[name], 150
+    model = Model(library, case, 1, length)
+    clean = model.run([(0, 0, 70)])
+    model.inputs[0, broken] = float("nan")
+    found = torch.cat((model.run([(0, 0, 70)]), model.run([(0, 70, length - 70)])))
+    assert_near(model, 0, found[:broken])
+    assert case.window is not None or torch.equal(found[:broken], clean[:broken])
+    past = length if case.window is None else broken + LAYERS * (case.window - 1) + 1
+    assert found[broken].isnan().all()
+    assert not found[past:].isnan().any()
+    if past < length:
+        model.inputs[0, broken] = 0
+        assert_near(model, 0, torch.where(found.isnan(), 0, found), start=past)
+
+
 def test_a_broken_row_breaks_no_other(library: Library) -> None:
     model = Model(library, CASES["smollm2"], 2, 64)
     model.inputs[1] = float("nan")

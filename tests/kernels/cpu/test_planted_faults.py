@@ -18,6 +18,9 @@ CHECKS = {
     "heads": lambda library: test_decoder.test_a_prompt_and_what_follows(library, "head norms", 13),
     "many keys": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "smollm2"),
     "many keys in a window": lambda library: test_decoder.test_single_tokens_with_many_keys(library, "window"),
+    "no number": lambda library: test_decoder.test_what_is_no_number_reaches_no_token_that_does_not_see_it(
+        library, "window", 47
+    ),
     "product": lambda library: test_matrix.test_nearer_than_bfloat16(library, 4, 208, 576, 12),
     "uniform": test_draw.test_uniform_numbers,
     "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
@@ -43,6 +46,8 @@ def tiled(compiled: Library) -> Library:
         ("chunk_attention.h", "_mm512_cmple_epi32_mask(at, pos", "_mm512_cmplt_epi32_mask(at, pos", "window"),
         ("chunk_attention.h", "_mm512_cmpgt_epi32_mask(at, oldest)", "_mm512_cmpge_epi32_mask(at, oldest)", "window"),
         ("chunk_attention.h", "position > last ? nullptr", "position >= last ? nullptr", "rows"),
+        ("chunk_attention.h", "if (!broken || count == 1) return", "return", "no number"),
+        ("chunk_attention.h", "position + token, 1, window", "position + token + 1, 1, window", "no number"),
         ("token_attention.h", "from = std::max(first, start)", "from = start", "many keys in a window"),
         ("token_attention.h", "start > begin, sums", "false, sums", "many keys"),
         (

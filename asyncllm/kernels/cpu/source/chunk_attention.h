@@ -137,6 +137,9 @@ inline bool is_one(__m512 values) { return !_mm512_cmp_ps_mask(values, _mm512_se
 
 // All queries of one KV head of `count` neighbours in a chunk, the first at `position`. `qkv` and `out` are the first
 // one's, `stride` and `out_stride` apart; `scratch` has `chunk_scratch_bytes`.
+//
+// A key that a query does not see has weight 0, which hides each value but an infinity and what is no number. So tokens
+// whose outputs are no numbers are attended once more, one by one: all keys that are not seen have values of zeros then.
 inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history, int64_t position, int64_t count,
                          int64_t window, int64_t head, float scale, float factor, bf16 *out, int64_t out_stride,
                          std::uint8_t *scratch) {
@@ -188,18 +191,31 @@ inline void attend_chunk(const bf16 *qkv, int64_t stride, const History &history
       add_values(dim, seen, values, weights, output);
     }
   }
+  std::uint32_t broken = 0;  // tokens whose outputs are no numbers
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t token = tile / group * 16, query_head = head * group + tile % group;
     const __m512 share = _mm512_div_ps(_mm512_set1_ps(factor), _mm512_load_ps(sums + 16 * tile));
     for (int64_t d = 0; d < dim; d += 16) {
       __m512i rows[16];
       const float *from = outputs + (tile * dim + d) * 16;
-      for (int i = 0; i < 16; ++i) rows[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(from + 16 * i), share));
+      __mmask16 unordered = 0;
+      for (int i = 0; i < 16; ++i) {
+        const __m512 value = _mm512_mul_ps(_mm512_load_ps(from + 16 * i), share);
+        unordered |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        rows[i] = _mm512_castps_si512(value);
+      }
+      broken |= static_cast<std::uint32_t>(unordered) << token;
       transpose(rows);
       for (int64_t i = 0; i < std::min<int64_t>(16, count - token); ++i) {
         store_bf16(out + (token + i) * out_stride + query_head * dim + d, _mm512_castsi512_ps(rows[i]));
       }
     }
+  }
+  if (!broken || count == 1) return;
+  for (int64_t token = 0; token < count; ++token) {
+    if (!(broken >> token & 1)) continue;
+    attend_chunk(qkv + token * stride, stride, history, position + token, 1, window, head, scale, factor,
+                 out + token * out_stride, out_stride, scratch);
   }
 }
 #else
