@@ -54,11 +54,11 @@ def tiled(compiled: Library) -> Library:
             "many keys in a window",
         ),
         ("tile_product.h", "_mm512_and_si512(weight, kept)", "weight", "product"),
-        ("tile_product.h", "block += 2, second += 2", "block += 2, second += 1", "product"),
+        ("tile_product.h", "std::min(block + i, last), group", "std::min(block, last), group", "product"),
         ("philox.h", "k1 += 0xBB67AE85", "k1 += 0xBB67AE84", "uniform"),
         ("token_attention.h", "i / heads.group() == head", "i / heads.group() >= head", "many keys"),
         ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
-        ("tile_product.h", "left = _mm512_add_ps(left, _mm512_load_ps(at + 512))", "left = left", "product"),
+        ("tile_product.h", "row < kFields ? lower : upper", "lower", "product"),
         ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
     ],
 )
