@@ -161,6 +161,10 @@ struct Rows {
   int64_t stride;  // bytes of a row
 
   const std::uint8_t *tile(int64_t row, int64_t group) const { return data + row * stride + group * 2 * kGroup; }
+
+  void expect(int64_t rows, int64_t group) const {
+    for (int64_t row = 0; row < rows; ++row) prefetch(tile(row, group));
+  }
 };
 
 // What a product gives for one block of a row: `gate` is that of the block before.

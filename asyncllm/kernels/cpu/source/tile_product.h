@@ -67,6 +67,7 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
 }
 
 constexpr int64_t kBlocksAhead = 8;  // that weights are asked for before they are read
+constexpr int64_t kGroupsAhead = 6;  // that rows are, where another thread has made them
 
 // The tile of a block: made in `room`, or where it is. Blocks of so many features are read beside each other.
 template <int Bits>
@@ -152,11 +153,11 @@ inline void zero_tiles() {
 
 inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / kGroup); }
 
-// Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait
-// for the stores.
+// Up to 32 rows, `cold` where this thread has not read them yet. Each tile of weights is used once, soon after it was
+// made, but not at once: a tile's load would wait for the stores.
 template <int Bits, int Blocks, int Tiles, class Between>
 inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, const Output &output,
-                          std::uint8_t *scratch, Between &&between) {
+                          std::uint8_t *scratch, bool cold, Between &&between) {
   constexpr int64_t kRoom = 8 / Blocks, kBehind = kRoom / 2;  // groups
   const int64_t groups = w.groups(), last = w.outputs / kFeatures - 1;
   const std::uint8_t *tiles[kRoom][Blocks];
@@ -168,6 +169,7 @@ inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t 
         std::uint8_t *room = scratch + (group % kRoom * Blocks + i) * kTileBytes;
         tiles[group % kRoom][i] = tile_of<Bits>(w, std::min(block + i, last), group, Blocks, room);
       }
+      if (cold && group + kGroupsAhead < groups) x.expect(rows, group + kGroupsAhead);
       if (group < rows) output.expect(group, block * kFeatures, Blocks * kFeatures);
       between(Blocks);
     }
@@ -208,18 +210,18 @@ constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multip
 // are does not depend on the others.
 template <int Bits, class Between>
 inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t begin, int64_t end,
-                           const Output &output, std::uint8_t *scratch, Between &&between) {
+                           const Output &output, std::uint8_t *scratch, bool cold, Between &&between) {
   const int64_t rows = last - first;
-  for (int64_t unit = begin; unit < end; ++unit) {
+  for (int64_t unit = begin; unit < end; ++unit, cold = false) {
     if (first > 0 || rows > 32) {
       between(2 * w.groups());
       multiply_strip<Bits>(w, x, first, last, 2 * unit, output, scratch);
     } else if (rows > 16) {
-      multiply_once<Bits, 2, 2>(w, x, rows, 2 * unit, output, scratch, between);
+      multiply_once<Bits, 2, 2>(w, x, rows, 2 * unit, output, scratch, cold, between);
     } else if (unit + 1 < end) {
-      multiply_once<Bits, 4, 1>(w, x, rows, 2 * unit++, output, scratch, between);
+      multiply_once<Bits, 4, 1>(w, x, rows, 2 * unit++, output, scratch, cold, between);
     } else {
-      multiply_once<Bits, 2, 1>(w, x, rows, 2 * unit, output, scratch, between);
+      multiply_once<Bits, 2, 1>(w, x, rows, 2 * unit, output, scratch, cold, between);
     }
   }
 }
@@ -234,9 +236,10 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
   const auto multiply = w.bits == 4   ? multiply_units<4, Between>
                         : w.bits == 8 ? multiply_units<8, Between>
                                       : multiply_units<16, Between>;
+  bool cold = true;
   for (int64_t first = 0; first < rows; first += at_once) {
     team.divide(units, 2, shares, [&](int64_t begin, int64_t end) {
-      multiply(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, between);
+      multiply(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, cold, between);
     });
   }
 }
