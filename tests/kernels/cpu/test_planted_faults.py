@@ -26,7 +26,7 @@ CHECKS = {
     "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
     "outputs": lambda library: test_logits.test_some_of_the_tokens_in_any_order(library, 1),
     "largest": lambda library: test_logits.test_the_first_of_the_largest(library, 700),
-    "no number": lambda library: test_logits.test_what_is_no_number(library, 517),
+    "no number drawn": lambda library: test_logits.test_what_is_no_number(library, 517),
 }
 
 
@@ -64,7 +64,7 @@ def tiled(compiled: Library) -> Library:
         ("tile_product.h", "row < kFields ? lower : upper", "lower", "product"),
         ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
         ("draw.h", "most, _CMP_GT_OQ", "most, _CMP_GE_OQ", "largest"),
-        ("draw.h", "if (odd || !", "if (!", "no number"),
+        ("draw.h", "if (odd || !", "if (!", "no number drawn"),
         ("logits.h", "step.residual + sampled.token(row)", "step.residual + row", "outputs"),
         ("logits.h", "step.positions[sampled.token(row)] + 1)", "step.positions[sampled.token(row)])", "outputs"),
     ],
