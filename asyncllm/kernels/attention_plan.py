@@ -192,12 +192,12 @@ def default_tilings(
     wide = dim * dtype.itemsize > 256  # bytes of a key
     share = max(1, multiprocessors // shape.kv_heads)
     exact = dtype == torch.float32
-    rows = max(16, next_power_of_2(shape.group))
+    rows = max(8, next_power_of_2(shape.group))
     keys = 32 if wide else 64
     small = Tiling(
         rows=rows,
         keys=keys,
-        warps=2 if rows * dim <= 2048 else 4,
+        warps=2 if max(rows, 16) * dim <= 2048 else 4,
         stages=3,
         share=share,
         least_blocks=640 // keys,
@@ -206,7 +206,7 @@ def default_tilings(
         shared_rows=32,
         shared_stages=1 if exact else 2,
     )
-    if small.descriptors and rows == 16 and dim == 128 and not exact:
+    if small.descriptors and rows <= 16 and dim == 128 and not exact:
         # Eight programs of one warp on each multiprocessor: all of 128 rows' tiles run at once, where three of two
         # warps would begin, wait for their first keys and end in step, three times. Each has 16 kB on the way. As all
         # go at one pace, shared parts are short, to end first: then each row merges its own.
