@@ -234,7 +234,7 @@ def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.dev
     shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, None)
     plan = attention_plan.make_attention_plan(shape, torch.float16, device, max_tokens=256, max_sequences=8)
     few, many = plan.small_of(63), plan.small_of(64)
-    assert (few.keys, few.warps, many.keys, many.warps) == (64, 2, 32, 1)
+    assert (few.keys, few.warps, many.keys, many.warps) == (64, 4, 64, 2)
     assert few.rows == many.rows
     exact = attention_plan.make_attention_plan(shape, torch.float32, device, max_tokens=256, max_sequences=8)
     assert exact.small_of(64) is exact.small
@@ -242,6 +242,21 @@ def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.dev
         shape, torch.float16, device, max_tokens=256, max_sequences=8, deterministic=True
     )
     assert same.small_of(64).rows == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 12, 15, 16])
+def test_parts_of_few_long_rows_all_run_at_once(count: int, device: torch.device) -> None:
+    """With the tilings of an H200: two programs on each of 132 multiprocessors, for 8 heads; from 16 rows on, more."""
+    shape = attention_plan.AttentionShape(16, 8, 128, 64, None)
+    both = attention_plan.default_tilings(shape, torch.float16, multiprocessors=132, descriptors=True)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=count, max_sequences=32, tilings=both
+    )
+    numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
+    lengths = torch.full_like(numbers, 20_000)
+    sequences = attention_plan.Sequences(numbers, lengths, numbers, torch.full_like(numbers[:1], count))
+    attention_plan.plan_attention(plan, sequences, tokens=count)
+    assert (16 < int(plan.totals[0]) <= 32) == (count < 16)
 
 
 def shared_prefixes(
