@@ -72,7 +72,7 @@ class Tiling:
     share: int  # multiprocessors, a KV head
     least_blocks: int  # where tiles are many, a part has at least this many blocks of `keys` keys
     descriptors: bool  # read whole blocks of keys through tensor descriptors; then block_size % keys == 0
-    whole_blocks: int = 0  # a tile of no more blocks than this is not split
+    whole_blocks: int = 0  # a tile of no more blocks than this is not split; where tiles are few, of three fifths
     shared_rows: int = 0  # of the small tiling: packed rows of a shared tile, at least
     shared_least: int | None = None  # in place of `least_blocks`, of a shared tile's parts
     shared_stages: int = 2
@@ -87,14 +87,13 @@ class Tiling:
     def room(self, tiles: int, *, small: bool) -> int:
         """The units, a KV head, that so many tiles are cut into at most.
 
-        One or two long small tiles have two parts on each multiprocessor. More are cut finer, so that none is idle at
-        the end, but not where they are many enough as they are: a program that finds no unit costs some time.
+        Small tiles that are fewer than multiprocessors have two parts on each. More are cut finer, so that none is idle
+        at the end, but not where they are many enough as they are: a program that finds no unit costs some time.
         """
         if not small:
             return tiles + self.most_parts(small=False)
-        if tiles <= 2:
-            return tiles + 2 * self.share
-        return max(3 * self.share, min(_WAVES * self.share, _WAVES * tiles // 4), tiles + 2 * self.share)
+        fine = min(_WAVES * self.share, _WAVES * tiles // 4) if tiles >= self.share else 0
+        return max(fine, tiles + 2 * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +191,12 @@ def default_tilings(
     wide = dim * dtype.itemsize > 256  # bytes of a key
     share = max(1, multiprocessors // shape.kv_heads)
     exact = dtype == torch.float32
-    rows = max(16, next_power_of_2(shape.group))
+    rows = max(8, next_power_of_2(shape.group))
     keys = 32 if wide else 64
     small = Tiling(
         rows=rows,
         keys=keys,
-        warps=2 if rows * dim <= 2048 else 4,
+        warps=4,
         stages=3,
         share=share,
         least_blocks=640 // keys,
@@ -206,18 +205,20 @@ def default_tilings(
         shared_rows=32,
         shared_stages=1 if exact else 2,
     )
-    if small.descriptors and rows == 16 and dim == 128 and not exact:
-        # Eight programs of one warp on each multiprocessor: all of 128 rows' tiles run at once, where three of two
-        # warps would begin, wait for their first keys and end in step, three times. Each has 16 kB on the way. As all
-        # go at one pace, shared parts are short, to end first: then each row merges its own.
+    if small.descriptors and rows <= 16 and dim == 128 and not exact:
+        # Four programs of two warps on each multiprocessor, or of 8-bit caches, whose keys take longer to convert than
+        # to come, eight of one. They end one after the other, not in step, and others begin: so that rows of different
+        # lengths keep all of them busy. As all go at one pace, shared parts are short, to end first: then each row
+        # merges its own.
+        keys, warps, stages = (64, 2, 2) if dtype.itemsize == 2 else (32, 1, 3)
         many = replace(
             small,
-            keys=32,
-            warps=1,
-            stages=2 if dtype.itemsize == 2 else 3,
-            least_blocks=640 // 32,
-            whole_blocks=320 // 32,
-            shared_least=320 // 32,
+            keys=keys,
+            warps=warps,
+            stages=stages,
+            least_blocks=640 // keys,
+            whole_blocks=320 // keys,
+            shared_least=320 // keys,
         )
         small = replace(small, many=many)
     keys = 32 if exact else 64
@@ -548,22 +549,22 @@ def _plan_list(
     least, shared_least = LEAST, SHARED_LEAST
     whole = 0
     if SMALL:
-        few = num_tiles <= 2
+        few = num_tiles < SHARE
         # as `Tiling.room`, of the tiles that there are instead of those that there could be
-        target = tl.minimum(WAVES * SHARE, WAVES * num_tiles // 4)
-        target = tl.maximum(target, tl.maximum(num_tiles + 2 * SHARE, 3 * SHARE))
+        target = tl.maximum(tl.minimum(WAVES * SHARE, WAVES * num_tiles // 4), num_tiles + 2 * SHARE)
         share = tl.where(few, 2 * SHARE, tl.maximum(tl.minimum(target, room) - num_tiles, 1))
-        least = tl.where(num_tiles > SHARE, LEAST, 1)
-        shared_least = tl.where(num_tiles > SHARE, SHARED_LEAST, 1)
+        least = tl.where(few, 1, LEAST)
+        shared_least = tl.where(few, 1, SHARED_LEAST)
         whole = tl.where(few, WHOLE * 3 // 5, WHOLE)
+        up = tl.where(few, 0, 3)  # quarters: one part more of few tiles would run after all others
     else:
         share = tl.where(num_tiles > SHARE, 3 * SHARE, SHARE)
+        up = 2
     even = tl.cdiv(tl.sum(tiles * blocks + shared_tiles * shared, axis=0), share)
     most = tl.maximum(even, least)
     shared_most = tl.maximum(even, shared_least)
     # With W = sum of tiles · blocks, both >= W / share: so the parts are at most `share` more than the tiles, and those
     # of split tiles (blocks / most >= 1.25, rounded) fewer than 2 · share.
-    up: tl.constexpr = 3 if SMALL else 2  # quarters
     splits = tl.where(blocks > whole, tl.maximum((4 * blocks + up * most) // (4 * most), 1), 1)
     splits = tl.where(packed > 0, splits, 0)
     counts = tiles * splits

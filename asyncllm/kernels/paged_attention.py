@@ -63,8 +63,11 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     SHARED_STAGES: tl.constexpr,
+    SMALL: tl.constexpr,
     MERGE_LINES: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
+    SHARED_LINES: tl.constexpr,
+    SHARED_PARTS: tl.constexpr,
     MATES_PAD: tl.constexpr,
     FIELDS: tl.constexpr,
     MEMBER_FIELDS: tl.constexpr,
@@ -102,7 +105,7 @@ def _attention_kernel(
                 output, query, cache, descriptor, table, upcoming, members, partial, statistics, arrivals, sinks, scale,
                 soft_cap, plane_rows, head, start, packed, block, block_end, part, shared_line, shared_parts,
                 QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, SINKS, SHARED_ROWS, KEYS,
-                DESCRIPTORS, PRECISION, SHARED_STAGES, MERGE_LINES, MERGE_PARTS, MATES_PAD, MEMBER_FIELDS,
+                DESCRIPTORS, PRECISION, SHARED_STAGES, SHARED_LINES, SHARED_PARTS, MATES_PAD, MEMBER_FIELDS,
             )  # fmt: skip
         else:
             _attend_tile(
@@ -110,14 +113,15 @@ def _attention_kernel(
                 soft_cap, plane_rows, head, start, packed, before, first_row, block, block_end, splits, line, part,
                 stride, shared_parts, shared_line, shared_stride, arrival, QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD,
                 BLOCK_SIZE, WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, STAGES,
-                MERGE_LINES, MERGE_PARTS,
+                SMALL, MERGE_LINES, MERGE_PARTS,
             )  # fmt: skip
     else:
         _attend_tile(
             output, query, cache, descriptor, table, upcoming, partial, statistics, arrivals, sinks, scale, soft_cap,
             plane_rows, head, start, packed, before, first_row, block, block_end, splits, line, part, stride,
             shared_parts, shared_line, shared_stride, arrival, QUERY_STRIDE, KV_HEADS, GROUP, DIM, DIM_PAD, BLOCK_SIZE,
-            WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, STAGES, MERGE_LINES, MERGE_PARTS,
+            WINDOW, SOFT_CAP, SINKS, ROWS, KEYS, ONE_LOOP, DESCRIPTORS, PRECISION, STAGES, SMALL, MERGE_LINES,
+            MERGE_PARTS,
         )  # fmt: skip
 
 
@@ -172,14 +176,14 @@ def _attend_shared_tile(
     q = _as_key(tl.load(query + offset[:, None] + columns[None, :], mask=exists, other=0.0), cache)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    summed = tl.zeros([DIM_PAD, ROWS], tl.float32)
     summed, top, weight = _attend(
-        summed, top, weight, q, cache, descriptor, table, upcoming, head, row, block, block_end, 0, block_end * KEYS,
-        scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, 0, SOFT_CAP, KEYS, False, DESCRIPTORS,
-        PRECISION, STAGES,
+        summed, top, weight, tl.trans(q), cache, descriptor, table, upcoming, head, row, block, block_end, 0,
+        block_end * KEYS, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, 0, SOFT_CAP, KEYS, False,
+        DESCRIPTORS, PRECISION, STAGES, True, False,
     )  # fmt: skip
     mine = (shared_line + part * packed + row).to(tl.int64) * KV_HEADS + head
-    _store_part(partial, statistics, summed, top, weight, mine, exists, row < packed, DIM_PAD)
+    _store_part(partial, statistics, tl.trans(summed), top, weight, mine, exists, row < packed, DIM_PAD)
     mate = tl.arange(0, MATES_PAD)
     mates = packed // GROUP
     record = members + (start + mate) * MEMBER_FIELDS
@@ -251,6 +255,7 @@ def _attend_tile(
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    SMALL: tl.constexpr,
     MERGE_LINES: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
 ) -> None:
@@ -264,6 +269,8 @@ def _attend_tile(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    if SMALL:
+        q, summed = tl.trans(q), tl.trans(summed)
 
     # keys that some row of the tile sees, and blocks that every row sees whole
     first_position = before + first_row // GROUP
@@ -277,7 +284,7 @@ def _attend_tile(
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, block_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, True, DESCRIPTORS, PRECISION, STAGES,
+            KEYS, True, DESCRIPTORS, PRECISION, STAGES, SMALL, SMALL and DESCRIPTORS,
         )  # fmt: skip
     else:
         whole_end = tl.minimum((first_position + 1) // KEYS, block_end)
@@ -287,23 +294,25 @@ def _attend_tile(
             summed, top, weight = _attend(
                 summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, edge_end,
                 key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW,
-                SOFT_CAP, KEYS, True, DESCRIPTORS, PRECISION, STAGES,
+                SOFT_CAP, KEYS, True, DESCRIPTORS, PRECISION, STAGES, False, False,
             )  # fmt: skip
             block = edge_end
             upcoming = _look_up(table, block, whole_end, BLOCK_SIZE, KEYS)
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, whole_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, False, DESCRIPTORS, PRECISION, STAGES,
+            KEYS, False, DESCRIPTORS, PRECISION, STAGES, False, False,
         )  # fmt: skip
         block = tl.maximum(block, whole_end)
         upcoming = _look_up(table, block, block_end, BLOCK_SIZE, KEYS)
         summed, top, weight = _attend(
             summed, top, weight, q, cache, descriptor, table, upcoming, head, positions, block, block_end,
             key_start, key_end, scale, soft_cap, plane_rows, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            KEYS, True, DESCRIPTORS, PRECISION, STAGES,
+            KEYS, True, DESCRIPTORS, PRECISION, STAGES, False, False,
         )  # fmt: skip
 
+    if SMALL:
+        summed = tl.trans(summed)
     if splits + shared_parts == 1:
         _finish(
             output, summed, top, weight, sinks, row, packed, start, head, KV_HEADS, GROUP, DIM, DIM_PAD, SINKS
@@ -422,11 +431,16 @@ def _attend(
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXACT_END: tl.constexpr,
 ) -> tl.tensor:
     """Go over blocks of KEYS keys, [block_start, block_end). Not MASKED: every row sees all of them.
 
     `upcoming` is where the first one is: it is looked up a turn ahead, so that the loads of keys wait for nothing.
+    TRANSPOSED: q and `summed` are [D, rows], not [rows, D], so that few rows are the side of a product that may be 8
+    wide. EXACT_END: of the last block, by descriptors, no keys from `key_end` on are read.
     """
+    AXIS: tl.constexpr = 0 if TRANSPOSED else 1  # of the keys
     columns = tl.arange(0, DIM_PAD)
     factor = scale * 1.4426950408889634  # exp(scale · x) = exp2(factor · x)
     if SOFT_CAP:
@@ -436,13 +450,21 @@ def _attend(
     for block in tl.range(block_start, block_end, num_stages=STAGES):
         keys = block * KEYS + tl.arange(0, KEYS)
         if BLOCK_SIZE >= KEYS:
-            slot = upcoming * (KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + block % cut * KEYS
+            place = upcoming * KV_HEADS + head
+            inside = block % cut * KEYS
             upcoming = tl.load(table + tl.minimum(block + 1, block_end - 1) // cut)
         if DESCRIPTORS:
-            k = descriptor.load([slot, 0])
-            v = descriptor.load([slot + plane_rows, 0])
+            if EXACT_END:
+                # The box is moved back to end with the last key: what it has of before is masked, and where that is
+                # not of the cache's block, it isn't read.
+                surplus = tl.maximum(block * KEYS + KEYS - key_end, 0)
+                keys = tl.where(keys - surplus >= block * KEYS, keys - surplus, 0x7FFFFFFF)
+                inside -= surplus
+            k = tl.reshape(descriptor.load([place, inside, 0]), [KEYS, DIM_PAD])
+            v = tl.reshape(descriptor.load([place + plane_rows // BLOCK_SIZE, inside, 0]), [KEYS, DIM_PAD])
         elif BLOCK_SIZE >= KEYS:
-            source = cache + slot.to(tl.int64) * DIM + (tl.arange(0, KEYS)[:, None] * DIM + columns[None, :])
+            slot = place.to(tl.int64) * BLOCK_SIZE + inside
+            source = cache + slot * DIM + (tl.arange(0, KEYS)[:, None] * DIM + columns[None, :])
             k = tl.load(source, mask=(columns < DIM)[None, :], other=0.0)
             v = tl.load(source + plane_rows.to(tl.int64) * DIM, mask=(columns < DIM)[None, :], other=0.0)
         else:
@@ -452,22 +474,30 @@ def _attend(
             source = cache + slots[:, None] * DIM + columns[None, :]
             k = tl.load(source, mask=(columns < DIM)[None, :], other=0.0)
             v = tl.load(source + plane_rows.to(tl.int64) * DIM, mask=(columns < DIM)[None, :], other=0.0)
-        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if TRANSPOSED:
+            logits = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+        else:
+            logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if SOFT_CAP:
             logits = 2.0 * tl.sigmoid(logits * (2.0 * scale / soft_cap)) - 1.0  # tanh
         if MASKED:
-            visible = keys[None, :] <= positions[:, None]
+            key, position = tl.expand_dims(keys, 1 - AXIS), tl.expand_dims(positions, AXIS)
+            visible = key <= position
             if WINDOW:
-                visible &= keys[None, :] > positions[:, None] - WINDOW
+                visible &= key > position - WINDOW
             logits = tl.where(visible, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, axis=1) * factor)
+        new_top = tl.maximum(top, tl.max(logits, axis=AXIS) * factor)
         shift = new_top
         if MASKED:
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-        p = tl.exp2(logits * factor - shift[:, None])
+        p = tl.exp2(logits * factor - tl.expand_dims(shift, AXIS))
         decay = tl.exp2(top - shift)
-        weight = weight * decay + tl.sum(p, axis=1)
-        summed = tl.dot(p.to(q.dtype), v.to(q.dtype), summed * decay[:, None], input_precision=PRECISION)
+        weight = weight * decay + tl.sum(p, axis=AXIS)
+        summed *= tl.expand_dims(decay, AXIS)
+        if TRANSPOSED:
+            summed = tl.dot(tl.trans(v.to(q.dtype)), p.to(q.dtype), summed, input_precision=PRECISION)
+        else:
+            summed = tl.dot(p.to(q.dtype), v.to(q.dtype), summed, input_precision=PRECISION)
         top = new_top
     return summed, top, weight
 
@@ -499,8 +529,9 @@ def _merge(
     """Put the parts of LINES packed rows together, PARTS at a time: few registers, yet loads in flight.
 
     Of each row, [LINES]: its number in its sequence, `line` and `shared_line` of its first parts, and how many parts
-    there are of its own keys (`splits`). `row_end` and `start` may be of each row or of all. Whoever merges a row gives
-    it the same bits.
+    there are of its own keys (`splits`). `row_end` and `start` may be of each row or of all. Parts are added one after
+    the other by operations that the compiler has no choice about. So a row's bits depend neither on LINES nor on PARTS,
+    and whoever merges a row gives it the same.
     """
     columns = tl.arange(0, DIM_PAD)
     exists = row < row_end
@@ -509,27 +540,26 @@ def _merge(
     summed = tl.zeros([LINES, DIM_PAD], tl.float32)
     most = tl.max(tl.where(exists, splits, -shared_parts), axis=0) + shared_parts
     for first_part in range(0, most, PARTS):
-        parts = (first_part + tl.arange(0, PARTS))[:, None]
-        own, shared = line[None, :] + parts * stride, shared_line[None, :] + (parts - splits[None, :]) * shared_stride
-        index = tl.where(parts < splits[None, :], own, shared).to(tl.int64) * KV_HEADS + head  # [PARTS, LINES]
-        known = (parts < splits[None, :] + shared_parts) & exists[None, :]
-        # past the first-level cache, where another launch may have left older values
-        tops = tl.load(statistics + 2 * index, mask=known, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(statistics + 2 * index + 1, mask=known, other=0.0, cache_modifier=".cg")
-        sums = tl.load(
-            partial + index[:, :, None] * DIM_PAD + columns[None, None, :],
-            mask=known[:, :, None] & (columns < DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        decay = tl.exp2(top - shift)
-        factors = tl.exp2(tops - shift[None, :])
-        # products rounded before they are added up: the compiler would fuse some, others in another place of the tile
-        weight = tl.fma(weight, decay, tl.sum(tl.fma(weights, factors, 0.0), axis=0))
-        summed = tl.fma(summed, decay[:, None], tl.sum(tl.fma(sums, factors[:, :, None], 0.0), axis=0))
-        top = new_top
+        for i in tl.static_range(PARTS):
+            part = first_part + i
+            own, shared = line + part * stride, shared_line + (part - splits) * shared_stride
+            index = tl.where(part < splits, own, shared) * KV_HEADS + head
+            known = (part < splits + shared_parts) & exists
+            # past the first-level cache, where another launch may have left older values
+            its_top = tl.load(statistics + 2 * index, mask=known, other=float("-inf"), cache_modifier=".cg")
+            its_weight = tl.load(statistics + 2 * index + 1, mask=known, other=0.0, cache_modifier=".cg")
+            its_sum = tl.load(
+                partial + index[:, None] * DIM_PAD + columns[None, :],
+                mask=known[:, None] & (columns < DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_top = tl.maximum(top, its_top)
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            decay, factor = tl.exp2(top - shift), tl.exp2(its_top - shift)
+            weight = tl.fma(its_weight, factor, weight * decay)
+            summed = tl.fma(its_sum, factor[:, None], summed * decay[:, None])
+            top = new_top
     _finish(
         output, summed, top, weight, sinks, row, row_end, start, head, KV_HEADS, GROUP, DIM, DIM_PAD, SINKS
     )  # fmt: skip
@@ -588,13 +618,12 @@ def _launch_attention(
     padded = next_power_of_2(dim)
     # what a program merges at once: enough to keep loads in flight, 64 numbers a thread; twice that where a shared tile
     # merges rows of several sequences
-    merge_lines, numbers = min(tiling.rows, next_power_of_2(shape.group) if is_small else 32), 64
-    if is_small and plan.shared_rows:
-        merge_lines, numbers = max(8, merge_lines), 128
-    merge_parts = max(1, min(64, numbers * 32 * tiling.warps // (merge_lines * padded)))
+    merge_lines = min(tiling.rows, next_power_of_2(shape.group) if is_small else 32)
+    shared_lines = max(8, merge_lines)
+    merge_parts = max(1, min(8, 64 * 32 * tiling.warps // (merge_lines * padded)))
     descriptor = cache
     if tiling.descriptors:
-        descriptor = TensorDescriptor.from_tensor(cache.view(-1, dim), [tiling.keys, padded])
+        descriptor = TensorDescriptor.from_tensor(cache.view(-1, block_size, dim), [1, tiling.keys, padded])
     _attention_kernel[(plan.units(tiling, query.shape[0]) * kv_heads,)](
         output,
         query,
@@ -629,8 +658,11 @@ def _launch_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         STAGES=tiling.stages,
         SHARED_STAGES=tiling.shared_stages,
+        SMALL=is_small,
         MERGE_LINES=merge_lines,
         MERGE_PARTS=merge_parts,
+        SHARED_LINES=shared_lines,
+        SHARED_PARTS=max(1, 2 * merge_parts * merge_lines // shared_lines),
         MATES_PAD=next_power_of_2(max(1, plan.mates)),
         FIELDS=FIELDS,
         MEMBER_FIELDS=MEMBER_FIELDS,

@@ -51,7 +51,7 @@ def tilings(
     keys: int, *, rows: int = 32, share: int = 6, least_blocks: int = 2, descriptors: bool = False
 ) -> tuple[Tiling, Tiling]:
     """Small ones, so that short sequences have several tiles, split ones too."""
-    small = Tiling(16, keys, 4, 2, share, least_blocks, False, shared_rows=16)
+    small = Tiling(16, keys, 4, 2, share, least_blocks, descriptors, shared_rows=16)
     return small, Tiling(rows, keys, 4, 2, share, least_blocks, descriptors)
 
 

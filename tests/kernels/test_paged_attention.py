@@ -138,17 +138,21 @@ def test_plan_stays_in_its_memory(device: torch.device) -> None:
 
 
 FAULTS = [
-    ("keys[None, :] > positions[:, None] - WINDOW", "keys[None, :] >= positions[:, None] - WINDOW"),
-    ("keys[None, :] <= positions[:, None]", "keys[None, :] < positions[:, None] + 2"),
+    ("key > position - WINDOW", "key >= position - WINDOW"),
+    ("visible = key <= position", "visible = key < position + 2"),
     ("tl.minimum(block + 1, block_end - 1) // cut", "tl.maximum(block, 0) // cut"),
     ("tl.maximum(tl.minimum(block, block_end - 1), 0)", "tl.maximum(block_end - 1, 0)"),
     ("block % cut * KEYS", "block % cut * 0"),
     ("(first_position + 1) // KEYS", "(first_position + KEYS) // KEYS"),
     ("tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), KEYS)", "tl.maximum(last_position - WINDOW, 0) // KEYS"),
-    ("known = (parts < splits[None, :] + shared_parts)", "known = (parts < splits[None, :] - 1)"),
+    ("known = (part < splits + shared_parts)", "known = (part < splits - 1)"),
     ("arrived == splits + shared_parts - 1", "arrived == splits + shared_parts"),
-    ("tl.fma(weights, factors, 0.0)", "weights"),
-    ("tl.fma(weight, decay, tl.sum(", "tl.fma(weight, 1.0, tl.sum("),
+    ("tl.fma(its_weight, factor, weight * decay)", "tl.fma(its_weight, 1.0, weight * decay)"),
+    ("tl.fma(its_weight, factor, weight * decay)", "tl.fma(its_weight, factor, weight)"),
+    ("summed * decay[:, None])", "summed)"),
+    ("KEYS - key_end, 0)", "KEYS - key_end + 1, 0)"),
+    ("keys - surplus >= block * KEYS", "keys >= surplus"),
+    ("inside -= surplus", "inside -= surplus // 2"),
     ("block_end = tl.cdiv(before + last_row // GROUP + 1, KEYS)", "block_end = tl.cdiv(before + 1, KEYS)"),
     ("block_start + part * size", "block_start + part * (size + 1)"),
     ("before = my_context - my_packed // GROUP", "before = my_context - my_packed // GROUP - 1"),
@@ -230,7 +234,7 @@ def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.dev
     shape = attention_plan.AttentionShape(case.q_heads, case.kv_heads, case.dim, case.block_size, None)
     plan = attention_plan.make_attention_plan(shape, torch.float16, device, max_tokens=256, max_sequences=8)
     few, many = plan.small_of(63), plan.small_of(64)
-    assert (few.keys, few.warps, many.keys, many.warps) == (64, 2, 32, 1)
+    assert (few.keys, few.warps, many.keys, many.warps) == (64, 4, 64, 2)
     assert few.rows == many.rows
     exact = attention_plan.make_attention_plan(shape, torch.float32, device, max_tokens=256, max_sequences=8)
     assert exact.small_of(64) is exact.small
@@ -238,6 +242,21 @@ def test_steps_of_many_tokens_have_a_small_tiling_of_their_own(device: torch.dev
         shape, torch.float16, device, max_tokens=256, max_sequences=8, deterministic=True
     )
     assert same.small_of(64).rows == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 12, 15, 16])
+def test_parts_of_few_long_rows_all_run_at_once(count: int, device: torch.device) -> None:
+    """With the tilings of an H200: two programs on each of 132 multiprocessors, for 8 heads; from 16 rows on, more."""
+    shape = attention_plan.AttentionShape(16, 8, 128, 64, None)
+    both = attention_plan.default_tilings(shape, torch.float16, multiprocessors=132, descriptors=True)
+    plan = attention_plan.make_attention_plan(
+        shape, torch.float16, device, max_tokens=count, max_sequences=32, tilings=both
+    )
+    numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
+    lengths = torch.full_like(numbers, 20_000)
+    sequences = attention_plan.Sequences(numbers, lengths, numbers, torch.full_like(numbers[:1], count))
+    attention_plan.plan_attention(plan, sequences, tokens=count)
+    assert (16 < int(plan.totals[0]) <= 32) == (count < 16)
 
 
 def shared_prefixes(
@@ -364,7 +383,7 @@ SHARING_FAULTS = [
     ("(common >= length), length, 0)", "(common > 0), length, 0)"),
     ("tile_place = my_place - mate", "tile_place = my_place - my_rank"),
     ("before = (leader[:, None] < leaders[None, :]) | (", "before = (leader[:, None] > leaders[None, :]) & ("),
-    ("shared_line[None, :] + (parts - splits[None, :])", "shared_line[None, :] + parts"),
+    ("shared_line + (part - splits)", "shared_line + part"),
     ("(mate[None, :] == line[:, None] // GROUP)", "(mate[None, :] <= line[:, None] // GROUP)"),
     ("tl.load(member + 1, mask=ready, other=0) + line % GROUP", "tl.load(member + 1, mask=ready, other=0)"),
     ("(start + row // GROUP) * MEMBER_FIELDS", "(start + row // (GROUP + 1)) * MEMBER_FIELDS"),
