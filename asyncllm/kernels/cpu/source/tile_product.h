@@ -1,9 +1,9 @@
 // Products of many rows by the processor's matrix unit (AMX), in bfloat16.
 //
 // Codes become bfloat16 in five instructions for 32 of them. They are multiplied and added to in float16, which has 11
-// bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that makes
-// the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise` before,
-// so that no product of two numbers gets lost, and sums by what is missing afterwards.
+// bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that
+// makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise`
+// before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
 //
 // That takes longer than the matrix unit and than reading the weights, so instructions are chosen by the processor's
 // two ports for vectors: beside the matrix unit, one of them has shifts and all arithmetic, and a permutation of words
