@@ -52,8 +52,8 @@ struct Range {
   int64_t begin, end;
 };
 
-// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and by threads that are
-// done with theirs, from its end on. 0 before. Threads seldom look at those of others, which so stay in their caches.
+// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and from its end on by
+// threads that are done with theirs. 0 before. Threads seldom look at those of others, which so stay in their caches.
 struct alignas(64) Share {
   std::atomic<std::uint64_t> taken;
 };
