@@ -139,8 +139,8 @@ def kernel_product(
 ) -> Tensor:
     """x Wᵀ + b, and the activation, of x [n, inputs] bfloat16 or of its RMSNorm with the weights `norm` [inputs].
 
-    [n, width] in bfloat16 or float32. Each row's result depends on how many rows and threads there are, in its last
-    bits, but not on what other rows hold.
+    [n, width] in bfloat16 or float32. Each row's result depends on how many rows there are, in its last bits, but not
+    on what other rows hold, nor on how many threads there are.
     """
     x = x.contiguous()
     rows = len(x)

@@ -167,7 +167,7 @@ def test_many_keys(library: Library) -> None:
 @pytest.mark.parametrize("threads", [1, 3, 5])
 @pytest.mark.parametrize("rows", [1, 7, 18])
 def test_any_number_of_threads(library: Library, threads: int, rows: int) -> None:
-    """What a thread computes is its own part and what it takes of the rest; few things are left out of neither."""
+    """What a thread computes is its own share and what it takes of the others'; few things are left out of neither."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

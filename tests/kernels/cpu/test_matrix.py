@@ -76,6 +76,21 @@ def test_norm_bias_and_activation(
     assert (found.double() - expected).abs().mean() < (rounded.double() - expected).abs().mean()
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("count", [1, 4, 7, 16, 30, 70])
+def test_any_number_of_threads_gives_the_same_bits(library: Library, bits: int, count: int) -> None:
+    matrix, _ = make(grouped(208, 576, min(bits, 8)), bits)  # an odd number of blocks
+    x, before = rows_of(count, 576), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(kernel_product(library, x, matrix, dtype=torch.float32))
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(found[0]) for each in found)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_are_those_of_the_file(library: Library, bits: int) -> None:
     """Few rows: one column at a time is read back exactly, but for float16's rounding of scale and zero."""

@@ -52,8 +52,8 @@ struct Range {
   int64_t begin, end;
 };
 
-// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and by threads that are
-// done with theirs, from its end on. 0 before. Threads seldom look at those of others, which so stay in their caches.
+// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and from its end on by
+// threads that are done with theirs. 0 before. Threads seldom look at those of others, which so stay in their caches.
 struct alignas(64) Share {
   std::atomic<std::uint64_t> taken;
 };
@@ -70,16 +70,17 @@ struct Team {
 
   Range share(int64_t count, int64_t whose) const { return {count * whose / threads, count * (whose + 1) / threads}; }
 
-  // Calls `function(begin, end)` for pieces of this thread's share, of up to `piece` things, and then for what is left of
-  // the others' shares, one by one: a thread that others hold up for a while holds up the team less. `shares`, of each
-  // thread, are for this call alone; null: each thread has its share.
+  // Calls `function(begin, end)` for pieces of this thread's share, of up to `piece` things, and then for what is left
+  // of the others' shares, one by one: a thread that others hold up for a while holds up the team less. `shares`, of
+  // each thread, are for this call alone; null: each thread has its share.
   template <class Function>
   void divide(int64_t count, int64_t piece, Share *shares, Function &&function) const {
     if (!shares || threads == 1) return function(share(count).begin, share(count).end);
     const auto take = [&](int64_t whose, std::uint64_t what) {
       const Range range = share(count, whose);
       const std::uint64_t taken = shares[whose].taken.fetch_add(what, std::memory_order_relaxed);
-      const auto before = static_cast<int64_t>(taken & 0xffffffff), behind = static_cast<int64_t>(taken >> 32);
+      const auto before = static_cast<int64_t>(taken & 0xffffffff);
+      const auto behind = static_cast<int64_t>(taken >> 32);
       return Range{range.begin + before, range.end - behind};
     };
     for (;;) {

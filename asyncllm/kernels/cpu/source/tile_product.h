@@ -1,9 +1,9 @@
 // Products of many rows by the processor's matrix unit (AMX), in bfloat16.
 //
 // Codes become bfloat16 in five instructions for 32 of them. They are multiplied and added to in float16, which has 11
-// bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that makes
-// the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise` before,
-// so that no product of two numbers gets lost, and sums by what is missing afterwards.
+// bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that
+// makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise`
+// before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
 //
 // That takes longer than the matrix unit and than reading the weights, so instructions are chosen by the processor's
 // two ports for vectors: beside the matrix unit, one of them has shifts and all arithmetic, and a permutation of words
@@ -82,30 +82,42 @@ inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group
   return room;
 }
 
-// Up to 16 rows of sums [Blocks, 16, 16] become the product with the features from `block` on, of which there may be
-// less than so many blocks.
-template <int Blocks, Output::Kind Kind>
-inline void finish_rows(const Matrix &w, const Output &output, int64_t row, int64_t rows, int64_t block,
-                        const float *sums) {
-  const int64_t blocks = std::min<int64_t>(Blocks, w.outputs / kFeatures - block);
+// Up to 16 rows of sums [Blocks, 16, 16] become the product with the features from `block` on. The output is passed by
+// value: compilers take stores to its rows for stores to itself, else.
+template <int Blocks, Output::Kind Kind, bool Gated>
+inline void finish_rows(const Matrix &w, Output output, int64_t row, int64_t rows, int64_t block, const float *sums) {
   const __m512 factor = _mm512_set1_ps(sum_factor(w));
-  __m512 biases[Blocks] = {};
-  for (int64_t i = 0; w.bias && i < blocks; ++i) biases[i] = _mm512_loadu_ps(w.bias + (block + i) * kFeatures);
-  const bool gated = w.activation != kNone;
+  const int64_t activation = w.activation;
+  __m512 biases[Blocks];
+#pragma GCC unroll 4
+  for (int i = 0; i < Blocks; ++i)
+    biases[i] = w.bias ? _mm512_loadu_ps(w.bias + (block + i) * kFeatures) : _mm512_setzero_ps();
+  const int64_t column = (Gated ? block / 2 : block) * kFeatures;
   for (int64_t m = row; m < row + rows; ++m, sums += 16) {
-    for (int64_t i = 0; i < blocks; ++i) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Blocks; i += Gated ? 2 : 1) {
       __m512 value = _mm512_fmadd_ps(_mm512_load_ps(sums + 256 * i), factor, biases[i]);
-      if (gated) {
-        const __m512 gate = activate(value, w.activation);
-        ++i;
-        value = _mm512_mul_ps(gate, _mm512_fmadd_ps(_mm512_load_ps(sums + 256 * i), factor, biases[i]));
+      if constexpr (Gated) {
+        const __m512 gated = _mm512_fmadd_ps(_mm512_load_ps(sums + 256 * (i + 1)), factor, biases[i + 1]);
+        value = _mm512_mul_ps(activate(value, activation), gated);
       }
-      output.put<Kind>(m, (gated ? (block + i) / 2 : block + i) * kFeatures, value);
+      output.put<Kind>(m, column + (Gated ? i / 2 : i) * kFeatures, value);
     }
   }
 }
 
-// The sums in tiles 0 to 3 become the product of up to 16 rows with four blocks or two, or of up to 32 with two.
+template <int Blocks, bool Gated>
+inline void finish_rows(const Matrix &w, const Output &output, int64_t row, int64_t rows, int64_t block,
+                        const float *sums) {
+  if (output.kind == Output::kStore)
+    return finish_rows<Blocks, Output::kStore, Gated>(w, output, row, rows, block, sums);
+  if (output.kind == Output::kStoreFloat)
+    return finish_rows<Blocks, Output::kStoreFloat, Gated>(w, output, row, rows, block, sums);
+  finish_rows<Blocks, Output::kAddFloat, Gated>(w, output, row, rows, block, sums);
+}
+
+// The sums in tiles 0 to 3 become the product of up to 16 rows with four blocks or two, or of up to 32 with two. Behind
+// the last block there is nothing.
 template <int Blocks, int Tiles>
 inline void finish_tiles(const Matrix &w, const Output &output, int64_t row, int64_t rows, int64_t block,
                          float *sums) {
@@ -115,21 +127,26 @@ inline void finish_tiles(const Matrix &w, const Output &output, int64_t row, int
     _tile_stored(2, sums + 512, 64);
     _tile_stored(3, sums + 768, 64);
   }
-  const auto finish = output.kind == Output::kStore        ? finish_rows<Blocks, Output::kStore>
-                      : output.kind == Output::kStoreFloat ? finish_rows<Blocks, Output::kStoreFloat>
-                                                           : finish_rows<Blocks, Output::kAddFloat>;
-  finish(w, output, row, std::min<int64_t>(rows, 16), block, sums);
-  if (Tiles == 2 && rows > 16) finish(w, output, row + 16, rows - 16, block, sums + 512);
+  for (; rows > 0; rows -= 16, row += 16, sums += 512) {
+    const int64_t some = std::min<int64_t>(rows, 16), left = w.outputs / kFeatures - block;
+    if (w.activation != kNone) {
+      finish_rows<Blocks, true>(w, output, row, some, block, sums);
+    } else if (left >= Blocks) {
+      finish_rows<Blocks, false>(w, output, row, some, block, sums);
+    } else {
+      for (int64_t i = 0; i < left; ++i) finish_rows<1, false>(w, output, row, some, block + i, sums + 256 * i);
+    }
+  }
 }
 
 // Tiles 0 to 3 += one group of inputs of 16 or 32 rows by tiles of weights of four blocks of features or two.
 template <int Blocks, int Tiles>
 inline void multiply_tiles(const Rows &x, int64_t row, int64_t group, const std::uint8_t *const *tiles) {
   const std::uint8_t *from = x.tile(row, group);
-  _tile_loadd(4, from, x.stride);
   _tile_loadd(6, tiles[0], 64);
-  _tile_dpbf16ps(0, 4, 6);
   _tile_loadd(7, tiles[1], 64);
+  _tile_loadd(4, from, x.stride);
+  _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   if (Blocks == 4) {
     _tile_loadd(6, tiles[2], 64);
