@@ -59,6 +59,7 @@ class StepExecutor:
         """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
         step that needs them, until joined anew."""
         planned = {*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks)}
+        planned.update(plan.tables.rows.tolist())  # some of a row that is only copied to
         if plan.late is not None:
             planned.update(plan.late.rows.tolist())
         self._broken_rows.difference_update(join.row for join in plan.joins)
