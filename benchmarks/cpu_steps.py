@@ -26,15 +26,16 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.execution.cpu_runner import StepExecutor
 from asyncllm.engine.execution.loading import load_executor
 from asyncllm.engine.execution.runner import ModelFacts
-from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.engine.plan import Chunk, Int32Array, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.kernels.cpu.decoder import DecoderCall
 from asyncllm.layers.cpu_product import KernelProduct
-from asyncllm.layers.kernel_decoder import KernelDecoder
 from asyncllm.weights.source import resolve_source
 from benchmarks.profile_report import table
 
 ROWS, PROMPT, HISTORY, ROUNDS = 16, 512, 64, 12
+_NO_ROWS = np.zeros(0, np.int32)
 ROLES = {
-    "all layers, our kernel": ("kernel: layers",),
+    "layers, head, draw, our kernel": ("kernel: step",),
     "products, our kernel": ("kernel: product",),
     "packed products": ("int4pack_mm",),
     "dense products": ("linear_pointwise", "addmm", "aten::mm", "mkldnn_linear"),
@@ -50,7 +51,7 @@ ROLES = {
 
 
 class Steps:
-    """Steps written by hand. Every row has computed `HISTORY` tokens, and its next one comes as a chunk of one."""
+    """Steps written by hand, of rows that have all computed `HISTORY` tokens."""
 
     def __init__(self, executor: StepExecutor, facts: ModelFacts) -> None:
         self._executor = executor
@@ -66,19 +67,19 @@ class Steps:
 
     def run(
         self,
-        chunks: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, int, int]] = (),
+        decode: Int32Array = _NO_ROWS,
         joins: tuple[RowJoin, ...] = (),
         tables: TableEdits | None = None,
     ) -> None:
-        """Compute chunks of (row, first position, tokens)."""
-        none = np.zeros(0, np.int32)
+        """Compute chunks of (row, first position, tokens), and the next token of each row of `decode`."""
         plan = StepPlan(
             step=0,
             joins=joins,
-            tables=tables or TableEdits(none, none, none, none),
-            copies=none.reshape(0, 2),
+            tables=tables or TableEdits(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS),
+            copies=_NO_ROWS.reshape(0, 2),
             chunks=tuple(Chunk(row, start, self._ids[start : start + count], True) for row, start, count in chunks),
-            decode_rows=none,
+            decode_rows=decode,
             decode_changed=False,
         )
         self._executor.execute(plan, lambda tokens: None)
@@ -94,20 +95,23 @@ def name_kernels() -> None:
 
         return recorded
 
-    for name, kind in (("kernel: layers", KernelDecoder), ("kernel: product", KernelProduct)):
+    for name, kind in (("kernel: step", DecoderCall), ("kernel: product", KernelProduct)):
         for method in ("__call__", "normed"):
             if hasattr(kind, method):
                 setattr(kind, method, named(name, getattr(kind, method)))
 
 
-def kinds() -> dict[str, list[tuple[int, int, int]]]:
-    """What is looked at, by name: the chunks of a step."""
+def kinds(steps: Steps) -> dict[str, Callable[[], None]]:
+    """What is looked at, by name: a step. Decoding rows go on by a token each time."""
+    every = np.arange(ROWS, dtype=np.int32)
     return {
-        "decode, 1 row": [(1, HISTORY, 1)],
-        f"decode, {ROWS} rows": [(row, HISTORY, 1) for row in range(ROWS)],
-        f"the first {PROMPT} tokens of a prompt": [(0, 0, PROMPT)],
-        f"the next {PROMPT}": [(0, PROMPT, PROMPT)],
-        f"{ROWS} prompts of {PROMPT // ROWS} tokens": [(row, 0, PROMPT // ROWS) for row in range(ROWS)],
+        "decode, 1 row": partial(steps.run, decode=every[1:2]),
+        f"decode, {ROWS} rows": partial(steps.run, decode=every),
+        f"the first {PROMPT} tokens of a prompt": partial(steps.run, [(0, 0, PROMPT)]),
+        f"the next {PROMPT}": partial(steps.run, [(0, PROMPT, PROMPT)]),
+        f"{ROWS} prompts of {PROMPT // ROWS} tokens": partial(
+            steps.run, [(row, 0, PROMPT // ROWS) for row in range(ROWS)]
+        ),
     }
 
 
@@ -155,9 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     executor, facts = load_executor(resolve_source(chosen.model or find_smollm2(), config), config)
     print(f"# {facts.dtype}, {torch.get_num_threads()} threads\n")
     with torch.inference_mode():
-        steps = Steps(executor, facts)
-        for name, chunks in kinds().items():
-            print(report(name, partial(steps.run, chunks)))
+        for name, step in kinds(Steps(executor, facts)).items():
+            print(report(name, step))
 
 
 if __name__ == "__main__":

@@ -59,11 +59,13 @@ def profile_part(name: str, profile: dict[str, Any]) -> list[str]:
     whole = profile["busy"] + profile["gaps"] + profile["between"]
     period = profile["period"]
     undisturbed = "" if period is None else f"; undisturbed, a step takes {period:,.0f} µs"
+    # of prompts, each step is a request by itself
+    between = "until the next one is asked for and begins" if profile["load"]["causal"] else "between steps"
     return [
         f"### {name}",
         "",
         f"{profile['steps']} steps of {profile['load']['tokens']:,.0f} tokens over {profile['load']['context']:,.0f} "
-        f"positions: kernels {profile['busy']:,.0f} µs, gaps between them {profile['gaps']:,.0f} µs, between steps "
+        f"positions: kernels {profile['busy']:,.0f} µs, gaps between them {profile['gaps']:,.0f} µs, {between} "
         f"{profile['between']:,.0f} µs{undisturbed}.",
         "",
         *table(

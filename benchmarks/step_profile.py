@@ -22,6 +22,7 @@ _PRODUCTS = (
     "_vector_kernel",
     "_tile_kernel",
     "_specialized_tile_kernel",
+    "_gated_product_kernel",
     "nvjet",
     "cutlass",
     "gemm",

@@ -6,6 +6,7 @@ The models are folders of `benchmarks/models`; of a table that is there already,
 where it stands: in a decode step of the model with a few of its layers, whose weights no cache holds, from a CUDA
 graph: kernels overlap with those beside them, so that the fastest by itself need not make the fastest step. And it is
 timed when it has run for a while: under load a GPU lowers its clock to stay within its power.
+A step of more rows than `skinny_linear` takes is one of prompts.
 Each product in turn takes the tiling that makes the step fastest; then again, among the best, beside what the others
 have become, and with other divisions of the fast memory. Tilings are checked first. A table that is no faster than the
 one before is not kept. Beside the table, all times go to `benchmarks/results/products-DEVICE.json`.
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 
 from asyncllm.engine.execution.kv_cache import allocate_device_cache, make_cache_layout
+from asyncllm.kernels import gated_linear as gated
 from asyncllm.kernels import skinny_linear as skinny
 from asyncllm.kernels import specialized_linear
 from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, Sequences, make_attention_plan, plan_attention
+from asyncllm.kernels.gated_linear import GatedTiling, gated_linear
 from asyncllm.kernels.language import next_power_of_2
 from asyncllm.kernels.skinny_linear import (
     MOST_ROWS,
@@ -57,12 +60,13 @@ from benchmarks.kernels import CACHE_BYTES
 from benchmarks.model_folders import model_folder, model_names
 
 ROOT = Path(__file__).parent
-ROWS = (1, 16, 32, 64, 128, 256)
+ROWS = (1, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 SHARED_BYTES = 220_000  # of a multiprocessor, that the stages of its programs may take
 PROGRAMS = range(60, 1100)
 CONTEXT = 64  # positions that a row attends to: few, since attention's time only adds to the noise
 HEAT = 1.0  # seconds of load before anything is measured
 WARM, TIMED = 20, 40  # replays
+SECONDS = 0.3  # of timed replays of steps of more than `MOST_ROWS`: so long that the clock is what it will be
 FINALISTS = 6  # tilings of a product that are tried again
 CARVE_OUTS = (0, 4, 16)  # those of one row, with each of these
 SAME = 1.002
@@ -170,7 +174,7 @@ def specialized_tilings(product: Product, rows: int) -> Iterator[Tiling]:
 def tilings(product: Product, rows: int, *, specialized: bool = False) -> list[AnyTiling]:
     """The candidates, or only those that are `specialized`."""
     if rows > MOST_ROWS:
-        return []
+        return [GatedTiling(2), GatedTiling(3)] if product.gated else []
     if rows == 1:
         return [] if specialized else list(vector_tilings(product))
     return [*(() if specialized else tile_tilings(product, rows)), *specialized_tilings(product, rows)]
@@ -196,6 +200,9 @@ def make_operands(product: Product, rows: int, device: torch.device) -> Operands
 
 def multiply(operands: Operands, tiling: AnyTiling) -> torch.Tensor:
     """As a layer does; what that leaves in parts is added up."""
+    if isinstance(tiling, GatedTiling):
+        assert operands.activation is not None
+        return gated_linear(operands.x, operands.weight, operands.activation, tiling=tiling)
     if operands.residual is not None and isinstance(tiling, Tiling) and tiling.splits > 1:
         parts = linear_parts(operands.x, operands.weight, tiling=tiling)
         return operands.residual.float() + parts.sum(0)
@@ -237,7 +244,8 @@ def checked_tilings(product: Product, rows: int, candidates: Sequence[AnyTiling]
 
 
 class ShortStep:
-    """Decode steps of a model with a few of its layers, in which only products of few rows change."""
+    """Steps of a model with a few of its layers, in which only products change: decode steps, and of many rows those
+    that compute prompts."""
 
     def __init__(self, config: ModelConfig) -> None:
         device = torch.device("cuda")
@@ -254,27 +262,34 @@ class ShortStep:
         self._first: torch.cuda.CUDAGraph | None = None  # a pool lives as long as some graph that uses it
 
     def batch(self, rows: int) -> ForwardBatch:
-        """Each row has a block of its own in each layer, and stands at its end."""
+        """Each row has a block of its own in each layer, and stands at its end; many rows are prompts that fill one."""
+        each = 1 if rows <= MOST_ROWS else CONTEXT
         some = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-        lengths = torch.full_like(some[1:], CONTEXT)
-        number = some[-1:].clone()
-        sequences = Sequences(some, lengths, some[:-1], number)
-        table = some[1:, None].contiguous()
+        tokens, starts = some[:-1], some[::each].contiguous()
+        numbers = some[: len(starts) - 1]
+        positions = CONTEXT - each + tokens % each
+        sequences = Sequences(starts, torch.full_like(numbers, CONTEXT), numbers, some[len(numbers) :][:1].clone())
+        table = (numbers + 1)[:, None].contiguous()
         groups = []
         for group in self.layout.groups:
             shape = AttentionShape(
                 self.config.num_heads, self.layout.num_kv_heads, self.layout.head_dim, CONTEXT, group.window
             )
             plan = make_attention_plan(
-                shape, self.cache.dtype, self.cache.device, max_tokens=rows, max_sequences=rows, least_shared=None
+                shape,
+                self.cache.dtype,
+                self.cache.device,
+                max_tokens=rows,
+                max_sequences=len(numbers),
+                least_shared=None,
             )
             plan_attention(plan, sequences, tokens=rows)
-            groups.append(PagedBatch(lengths - 1, some[:-1], number, table, plan, chunks=False))
+            groups.append(PagedBatch(positions, tokens // each, some[-1:].clone(), table, plan, chunks=each > 1))
         return ForwardBatch(
-            token_ids=some[:-1],
-            positions=lengths - 1,
-            lengths=lengths if self.model.rotary.length_dependent else None,
-            sampled=None,
+            token_ids=tokens,
+            positions=positions,
+            lengths=torch.full_like(tokens, CONTEXT) if self.model.rotary.length_dependent else None,
+            sampled=None if rows <= MOST_ROWS else tokens[:MOST_ROWS],
             attention=tuple(groups),
             cache=self.cache,
         )
@@ -289,6 +304,7 @@ class ShortStep:
     def microseconds(self, batch: ForwardBatch, table: ProductTable) -> float:
         """Of one step among many."""
         self.use(table)
+        few = len(batch.token_ids) <= MOST_ROWS
         with torch.cuda.stream(self._stream):
             # torch's own context would collect garbage each time
             graph = torch.cuda.CUDAGraph()
@@ -296,15 +312,12 @@ class ShortStep:
             self.model.forward(batch)
             graph.capture_end()
             self._first = self._first or graph
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            for _ in range(WARM):
-                graph.replay()
-            start.record()
-            for _ in range(TIMED):
-                graph.replay()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / TIMED
+            if few:
+                replay(graph, WARM)
+                return replay(graph, TIMED)
+            count = max(1, int(1e6 * SECONDS / replay(graph, 1)))
+            replay(graph, max(1, count // 2))
+            return replay(graph, count)
 
     def warm_up(self, batch: ForwardBatch, table: ProductTable) -> None:
         """What a first launch allocates must not be in a graph, and the clock must have come down; `table` leaves
@@ -316,6 +329,17 @@ class ShortStep:
         until = time.monotonic() + HEAT
         while time.monotonic() < until:
             self.microseconds(batch, table)
+
+
+def replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Microseconds of each of so many replays."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / count
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +357,8 @@ def tune(step: ShortStep, rows: int, table: ProductTable, *, specialized: bool) 
     """The table with other choices for so many rows; if `specialized`, those that are, beside what the table has."""
     original = table
     batch = step.batch(rows)
-    products = products_of(step.config)
+    # the library alone multiplies many rows, but for those of a gate
+    products = [each for each in products_of(step.config) if rows <= MOST_ROWS or each.gated]
     nothing = table
     for product in products:
         nothing = nothing.with_choice(product, rows, None)
@@ -410,10 +435,15 @@ def compile_product(task: tuple[Product, int, AnyTiling]) -> None:
 
     product, rows, tiling = task
     triton.runtime.driver.set_active(_Hopper())
-    for module in (skinny, specialized_linear):
+    for module in (skinny, specialized_linear, gated):
         vars(module)["overlap_options"] = lambda device: {"OVERLAP": True, "launch_pdl": True}
     vars(skinny)["can_specialize"] = lambda x: True
-    kernels: list[Any] = [skinny._vector_kernel, skinny._tile_kernel, specialized_linear._specialized_tile_kernel]
+    kernels: list[Any] = [
+        skinny._vector_kernel,
+        skinny._tile_kernel,
+        specialized_linear._specialized_tile_kernel,
+        gated._gated_product_kernel,
+    ]
     for kernel in kernels:
         run = type(kernel).run
 
@@ -432,7 +462,7 @@ def binary_of(tiling: AnyTiling) -> AnyTiling:
     """The same for all that share a binary."""
     if isinstance(tiling, VectorTiling):
         return replace(tiling, programs=0)
-    return replace(tiling, splits=min(tiling.splits, 2))
+    return replace(tiling, splits=min(tiling.splits, 2)) if isinstance(tiling, Tiling) else tiling
 
 
 def compile_all(products: Sequence[Product], rows: Sequence[int], *, specialized: bool) -> int:

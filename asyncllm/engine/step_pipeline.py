@@ -128,6 +128,8 @@ class StepPipeline:
             launched = clock()
             self._launch_seconds += launched - planned
             self._pace.launched(plan.num_tokens, launched)
+            if self._scheduler.full:
+                break
         return joined
 
     def take_late(self, future: asyncio.Future[LateTokens]) -> StepTokens | None:

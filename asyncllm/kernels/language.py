@@ -30,6 +30,7 @@ else:
 key of a kernel in its cache that depends on which of them came first, and so differs between processes."""
 
 load_block: Any = None
+store_block: Any = None
 barrier: Any = None
 try:
     if not TRITON_AVAILABLE or triton.knobs.runtime.interpret:
@@ -42,6 +43,7 @@ try:
 
     # their names in newer versions, and before
     load_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    store_block = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 except (ImportError, AttributeError):  # it is experimental: a version to come may name them otherwise
     GLUON_AVAILABLE = False
@@ -70,6 +72,7 @@ __all__ = [
     "load_block",
     "next_power_of_2",
     "overlap_options",
+    "store_block",
     "tl",
 ]
 

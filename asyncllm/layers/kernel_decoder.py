@@ -10,9 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cpu.build import Library
-from asyncllm.kernels.cpu.decoder import DecoderKernel, DecoderLayerWeights, DecoderShape, DecoderStep, takes_head
-from asyncllm.kernels.cpu.lines import take_lines
+from asyncllm.kernels.cpu.decoder import (
+    DecoderCall,
+    DecoderKernel,
+    DecoderLayerWeights,
+    DecoderOutputs,
+    DecoderShape,
+    DecoderStep,
+    Draws,
+    HeadWeights,
+    TableLines,
+    takes_head,
+)
 from asyncllm.layers.attention import Attention, NormedAttention
 from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.cpu_product import KernelProduct
@@ -31,18 +40,29 @@ class TableBatch:
     window: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KernelBatch:
-    """What all layers need to know of a step."""
+    """What all layers need to know of a step. Its tensors' numbers may change, and make another step of it."""
 
     rows: Tensor  # [n] int64: the line of a table of each token
     positions: Tensor  # [n] int64
     singles: int  # tokens alone in their rows; they come first
     span_starts: Tensor  # [chunks + 1] int64: the first token of each chunk, and the number of tokens
-    longest: int  # the largest position + 1
     reads_new: bool  # whether tokens may see keys that the step writes for other rows
     groups: tuple[TableBatch, ...]
     caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
+    draws: Draws | None = None  # from the logits of the sampled tokens; None: nothing is drawn
+    described: DescribedStep | None = None  # once logits were computed
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedStep:
+    """What a batch was described to the kernel as."""
+
+    token_ids: Tensor
+    turns: Tensor  # [n] int64 the line of each token's rotation, where there is a table of them
+    step: DecoderStep
+    call: DecoderCall
 
 
 class DecoderParts(Protocol):
@@ -85,56 +105,87 @@ class DecoderParts(Protocol):
 
 
 class KernelDecoder:
-    """All layers of a model."""
+    """All layers of a model, and its head if that is a kernel's product too."""
 
-    def __init__(self, library: Library, kernel: DecoderKernel, embedding: Tensor, rotary: RotaryEmbedding) -> None:
-        """`embedding` is the table of tokens."""
-        self._library = library
+    def __init__(
+        self, kernel: DecoderKernel, embedding: Tensor, rotary: RotaryEmbedding, vocabulary: int | None
+    ) -> None:
+        """`embedding` is the table of tokens; `vocabulary`: how many logits the kernel makes, if it does."""
         self._kernel = kernel
         self._embedding = embedding
         self._rotary = rotary
+        self._vocabulary = vocabulary
         whole = rotary.whole() if isinstance(rotary, TabledRotary) else None
         self._turns = None if whole is None else (whole.cosine[:, 0].contiguous(), whole.sine[:, 0].contiguous())
 
-    def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
-        """What the embedding and all layers add up to.
+    @property
+    def has_head(self) -> bool:
+        """Whether the kernel makes logits, and draws from them."""
+        return self._vocabulary is not None
 
-        Until the kernel is called nothing gives up the interpreter: with the step before, whose tokens are delivered
-        now, others wait for it, and would be waited for.
-        """
-        residual = self._lines(self._embedding, token_ids)
-        cosine, sine = self._rotation(batch.positions, lengths)
+    def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
+        """What the embedding and all layers add up to."""
+        described = self._describe(token_ids, batch, None)
+        self._compute(described, lengths, batch)
+        return Residual(described.step.residual.view(torch.bfloat16))
+
+    def logits(self, token_ids: Tensor, lengths: Tensor | None, sampled: Tensor | None, batch: KernelBatch) -> Tensor:
+        """[s, vocabulary] float32 of these tokens, None: of all; and what the batch draws from them. They are
+        overwritten when the same batch is computed again, of what the same tensors hold then."""
+        described = batch.described
+        if described is None or described.token_ids is not token_ids:
+            assert self._vocabulary is not None
+            count = len(token_ids if sampled is None else sampled)
+            outputs = DecoderOutputs(sampled, torch.empty(count, self._vocabulary), batch.draws)
+            described = batch.described = self._describe(token_ids, batch, outputs)
+        self._compute(described, lengths, batch)
+        assert described.step.outputs is not None
+        return described.step.outputs.logits
+
+    def table_bytes(self) -> int:
+        """Size of its own copies of the rotations' tables."""
+        return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
+
+    def _describe(self, token_ids: Tensor, batch: KernelBatch, outputs: DecoderOutputs | None) -> DescribedStep:
+        tokens, head_dim = len(token_ids), batch.caches[0].shape[-1]
+        residual, cosine, sine = (_bits(tokens, width) for width in (self._embedding.shape[1], head_dim, head_dim))
+        turns = torch.empty_like(batch.positions) if self._rotary.length_dependent else batch.positions
+        lines = [TableLines(self._embedding, token_ids, residual)]
+        if self._turns is not None:
+            lines += [TableLines(table, turns, to) for table, to in zip(self._turns, (cosine, sine), strict=True)]
         step = DecoderStep(
+            residual=residual,
+            cosine=cosine,
+            sine=sine,
             singles=batch.singles,
             span_starts=batch.span_starts,
             rows=batch.rows,
             positions=batch.positions,
             tables=[group.table for group in batch.groups],
             windows=[group.window for group in batch.groups],
-            longest=batch.longest,
+            caches=batch.caches,
             reads_new=batch.reads_new,
+            outputs=outputs,
+            lines=lines,
         )
-        self._kernel(residual, cosine, sine, batch.caches, step)
-        return Residual(residual.view(torch.bfloat16))
+        return DescribedStep(token_ids, turns, step, DecoderCall(self._kernel, step))
 
-    def table_bytes(self) -> int:
-        """Size of its own copies of the rotations' tables."""
-        return 0 if self._turns is None else sum(turn.nbytes for turn in self._turns)
-
-    def _rotation(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _compute(self, described: DescribedStep, lengths: Tensor | None, batch: KernelBatch) -> None:
+        """For most models nothing gives up the interpreter until the kernel is called: with the step before, whose
+        tokens are delivered now, others wait for it, and would be waited for."""
         if self._turns is None or not isinstance(self._rotary, TabledRotary):
-            rotation = self._rotary(positions, lengths)
+            rotation = self._rotary(batch.positions, lengths)
             assert isinstance(rotation, Rotation)
-            return rotation.cosine, rotation.sine
-        cosine, sine = self._turns
-        lines = self._rotary.lines(positions, lengths)
-        return self._lines(cosine, lines), self._lines(sine, lines)
+            described.step.cosine.copy_(rotation.cosine[:, 0].view(torch.int16))
+            described.step.sine.copy_(rotation.sine[:, 0].view(torch.int16))
+        elif self._rotary.length_dependent:
+            described.turns.copy_(self._rotary.lines(batch.positions, lengths))
+        described.call()
 
-    def _lines(self, table: Tensor, lines: Tensor) -> Tensor:
-        """Their bits [n, width] int16, in memory that numpy gives without giving up the interpreter."""
-        out = torch.from_numpy(np.empty((len(lines), table.shape[1]), np.int16))
-        take_lines(self._library, table, lines, out)
-        return out
+
+def _bits(lines: int, width: int) -> Tensor:
+    """[lines, width] int16, in memory that numpy gives without giving up the interpreter."""
+    return torch.from_numpy(np.empty((lines, width), np.int16))
 
 
 def give_float32(linear: WeightedLayer) -> None:
@@ -143,8 +194,17 @@ def give_float32(linear: WeightedLayer) -> None:
         linear.product.output_dtype = torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderEnds:
+    """What comes before the layers, and after them."""
+
+    embedding: Tensor  # [vocabulary, hidden] the table of tokens
+    norm: RMSNorm
+    head: WeightedLayer
+
+
 def make_kernel_decoder(
-    layers: Sequence[DecoderParts], embedding: Tensor, rotary: RotaryEmbedding
+    layers: Sequence[DecoderParts], ends: DecoderEnds, rotary: RotaryEmbedding
 ) -> KernelDecoder | None:
     """The layers as one kernel, once they have their weights; None where one of them needs what it does not have."""
     weights: list[DecoderLayerWeights] = []
@@ -177,4 +237,13 @@ def make_kernel_decoder(
         )
     hidden = len(weights[0].attention_norm)
     described = DecoderShape(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return KernelDecoder(library, DecoderKernel(library, described, weights), embedding, rotary)
+    head = _head_weights(ends)
+    kernel = DecoderKernel(library, described, weights, head)
+    return KernelDecoder(kernel, ends.embedding, rotary, None if head is None else head.matrix.outputs)
+
+
+def _head_weights(ends: DecoderEnds) -> HeadWeights | None:
+    product = ends.head.product if isinstance(ends.head, CpuLinear) else None
+    if not isinstance(product, KernelProduct):
+        return None
+    return HeadWeights(ends.norm.weight, product.matrix, ends.norm.eps)

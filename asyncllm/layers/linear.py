@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, linear_parts, skinny_linear
+from asyncllm.kernels.gated_linear import GatedTiling, can_multiply, gated_linear
+from asyncllm.kernels.skinny_linear import SPLIT_TILES, RowNorm, Tiling, VectorTiling, linear_parts, skinny_linear
 from asyncllm.kernels.uniform_linear import uniform_linear
 from asyncllm.layers.activation import GatedActivation, KernelGatedActivation, make_gated_activation
 from asyncllm.layers.cpu_linear import CpuGatedLinear, CpuLinear
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.parameter import CheckpointTensor, Loadable, Placement, Slot, dense
-from asyncllm.layers.product_table import AnyTiling, Product, device_table
+from asyncllm.layers.product_table import Product, device_table
 from asyncllm.layers.residual import Residual
 
 
@@ -149,10 +150,11 @@ class KernelLinear(Linear):
         else:
             torch.addmm(values, x, self.weight.t(), out=values)
 
-    def tiling(self, x: Tensor, *, adds: bool = False) -> AnyTiling | None:
+    def tiling(self, x: Tensor, *, adds: bool = False) -> Tiling | VectorTiling | None:
         """How our kernel multiplies x, or None: the library is faster."""
         outputs, inputs = self.weight.shape
-        return self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
+        tiling = self.table.tiling(Product(outputs, inputs, adds=adds), len(x))
+        return None if isinstance(tiling, GatedTiling) else tiling
 
 
 class UniformLinear(Linear):
@@ -204,6 +206,10 @@ class KernelGatedLinear(GatedLinear):
         """See `WeightedLayer`."""
         linear, rows = self._kernel_linear, len(residual.values)
         tiling = linear.table.tiling(self.product, rows)
+        if isinstance(tiling, GatedTiling):
+            if linear.bias is None and can_multiply(residual.values, self.product.outputs):
+                return gated_linear(norm.of(residual), linear.weight, self._kind, tiling=tiling)
+            tiling = None
         if tiling is None:
             return self.activation(functional.linear(norm.of(residual), linear.weight, linear.bias))
         row_norm = RowNorm(norm.weight, norm.eps) if rows == 1 else None

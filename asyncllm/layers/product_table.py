@@ -1,4 +1,4 @@
-"""Which products of few rows our kernel takes, and how: measured on a GPU, by shape and number of rows.
+"""Which products our kernels take, and how: measured on a GPU, by shape and number of rows.
 
 The tables lie in `product_tables/`, one a GPU, and are made by `python -m benchmarks.tune`.
 """
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from asyncllm.kernels.gated_linear import GatedTiling
 from asyncllm.kernels.skinny_linear import MOST_ROWS, Tiling, VectorTiling, default_vector_tiling
 
-AnyTiling = Tiling | VectorTiling
+AnyTiling = Tiling | VectorTiling | GatedTiling
+"""Of one row a vector's, up to `MOST_ROWS` those of `skinny_linear`, and of more, where a gate is, `gated_linear`'s."""
 
 _FOLDER = Path(__file__).parent / "product_tables"
 
@@ -43,18 +45,23 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ProductTable:
-    """Choices by product's name; each holds up to a number of rows, in rising order. No tiling: the library's."""
+    """Choices by product's name; each holds up to a number of rows, in rising order, and the last one of more than
+    `MOST_ROWS` rows for any that are more. No tiling: the library's."""
 
     choices: Mapping[str, Mapping[int, AnyTiling | None]]
 
     def tiling(self, product: Product, rows: int) -> AnyTiling | None:
         """How to multiply so many rows; None: by the library. Where nothing was measured, ours is for one row."""
-        if rows > MOST_ROWS:
-            return None
+        few, last = rows <= MOST_ROWS, None
         for most, tiling in self.choices.get(product.name, {}).items():
-            # one row has a kernel of its own
-            if rows <= most and (rows == 1) == (most == 1):
+            # one row has a kernel of its own, and so have many
+            if (most <= MOST_ROWS) != few or (rows == 1) != (most == 1):
+                continue
+            if rows <= most:
                 return tiling
+            last = tiling
+        if not few:
+            return last
         return default_vector_tiling(product.inputs, gated=product.gated) if rows == 1 else None
 
     def with_choice(self, product: Product, rows: int, tiling: AnyTiling | None) -> ProductTable:
@@ -86,6 +93,8 @@ def read_table(device_name: str) -> ProductTable:
 def _tiling(rows: int, numbers: list[Any] | None) -> AnyTiling | None:
     if numbers is None:
         return None
+    if rows > MOST_ROWS:
+        return GatedTiling(*numbers)
     return VectorTiling(*numbers) if rows == 1 else Tiling(*numbers)
 
 

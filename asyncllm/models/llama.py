@@ -8,7 +8,7 @@ from torch import Tensor
 
 from asyncllm.layers.attention import HeadShape, LayerCache, NormedAttention
 from asyncllm.layers.embedding import make_embedding
-from asyncllm.layers.kernel_decoder import KernelDecoder, give_float32, make_kernel_decoder
+from asyncllm.layers.kernel_decoder import DecoderEnds, KernelDecoder, give_float32, make_kernel_decoder
 from asyncllm.layers.linear import WeightedLayer, make_gated_linear, make_linear
 from asyncllm.layers.norm import make_rms_norm
 from asyncllm.layers.paged_attention import NormedPagedAttention, make_attention
@@ -139,6 +139,8 @@ class Llama:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of the sampled tokens: [s, vocab_size], in the dtype of the weights or in float32."""
+        if self.decoder is not None and self.decoder.has_head and batch.layers is not None:
+            return self.decoder.logits(batch.token_ids, batch.lengths, batch.sampled, batch.layers)
         return self.head.normed(self._residual(batch), self.norm)
 
     def features(self, batch: ForwardBatch) -> Tensor:
@@ -158,8 +160,14 @@ class Llama:
 
     def join_layers(self) -> None:
         """Once the weights are there: make one kernel of all layers, where the processor has it."""
-        self.decoder = make_kernel_decoder(self.layers, self.embedding.weight, self.rotary)
+        ends = DecoderEnds(self.embedding.weight, self.norm, self.head)
+        self.decoder = make_kernel_decoder(self.layers, ends, self.rotary)
         give_float32(self.head)
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether `forward` draws what a `KernelBatch` asks for."""
+        return self.decoder is not None and self.decoder.has_head
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:
         """Every checkpoint tensor by its Hugging Face name; the head only where it is not tied."""

@@ -46,6 +46,13 @@ def test_roles_of_a_step_by_the_library() -> None:
     assert roles_of([*layer, *layer, "_rms_norm_kernel", LIBRARY]) == [*of_layer, *of_layer, "norms", "head"]
 
 
+def test_roles_of_a_step_of_many_rows() -> None:
+    """One of its products is ours, with the activation in it."""
+    layer = ["_rms_norm_kernel", LIBRARY, "_attention_kernel", LIBRARY, "_rms_norm_kernel", "_gated_product_kernel"]
+    of_layer = ["norms", "qkv", "attention", "attention output", "norms", "gate and up", "down"]
+    assert roles_of([*layer, LIBRARY, *layer, LIBRARY, LIBRARY]) == [*of_layer, *of_layer, "head"]
+
+
 def test_times_and_gaps_add_up(config: ModelConfig) -> None:
     events = []
     for start in (100.0, 200.0, 300.0):

@@ -83,3 +83,14 @@ async def test_requests_that_share_blocks_and_steps(config: dict[str, Any], fold
             assert statistics.preemptions > 0
         if native_kernels() is not None and "native_kernels" not in config:
             assert statistics.memory_bytes["copies"] == 0
+
+
+async def test_greedy_tokens_that_the_kernel_takes(folder: Path, reference: Scores) -> None:
+    """Each is the likeliest of a float32 model, or nearly: nobody asks for log-probabilities, so logits stay within."""
+    async with AsyncEngine(str(folder), **BASE) as engine:
+        greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        for done in await asyncio.gather(*(engine.generate(prompt, greedy) for prompt in PROMPTS)):
+            prompt, output = list(done.prompt_token_ids), list(done.token_ids)
+            exact = reference([*prompt, *output])[len(prompt) - 1 : -1]
+            behind = exact.amax(-1) - exact[torch.arange(len(output)), output]
+            assert behind.max() < 2 * BOUND

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from asyncllm.errors import CheckpointError
-from asyncllm.layers.linear import Linear
-from asyncllm.layers.parameter import Placement
+from asyncllm.kernels.activation import Activation, gated_activation_reference
+from asyncllm.kernels.gated_linear import GatedTiling
+from asyncllm.kernels.skinny_linear import skinny_linear_reference
+from asyncllm.layers import activation as activation_module
+from asyncllm.layers import linear as linear_module
+from asyncllm.layers.linear import GatedLinear, KernelGatedLinear, KernelLinear, Linear, make_gated_linear
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.parameter import Placement, Slot
+from asyncllm.layers.product_table import ProductTable
+from asyncllm.layers.residual import Residual
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 
@@ -35,3 +43,54 @@ def test_loading_converts() -> None:
     dict(linear.slots(""))["o_proj.weight"].load(torch.full((2, 4), 0.5))
     assert linear.weight.dtype == torch.bfloat16
     assert (linear.weight == 0.5).all()
+
+
+class GatedProducts:
+    """Stands for the kernel of many rows, which computes on a GPU."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int]] = []
+
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, activation: Activation, *, tiling: GatedTiling
+    ) -> torch.Tensor:
+        self.taken.append((len(x), tiling.groups))
+        return skinny_linear_reference(x, weight, activation=activation)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "bias", "rows", "ours"),
+    [(24, False, 600, True), (24, False, 512, False), (24, True, 600, False), (20, False, 600, False)],
+    ids=["many rows", "fewer", "bias", "columns that cannot be copied"],
+)
+def test_gated_product_of_many_rows(
+    outputs: int, bias: bool, rows: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel where the table says so, and it takes what is there."""
+    products = GatedProducts()
+    monkeypatch.setattr(linear_module, "gated_linear", products.multiply)
+    monkeypatch.setattr(linear_module, "can_multiply", lambda x, outputs: outputs % 8 == 0)
+    monkeypatch.setattr(activation_module, "gated_activation", gated_activation_reference)
+    cpu = torch.device("cpu")
+    parts = {"gate": outputs, "up": outputs}
+    gated, plain = (
+        make_gated_linear(16, parts, "silu", bias=bias, placement=Placement(torch.float32, cpu, kernels=kernels))
+        for kernels in (True, False)
+    )
+    assert isinstance(gated, KernelGatedLinear)
+    assert isinstance(plain, GatedLinear)
+    generator = torch.Generator().manual_seed(outputs)
+    for own, other in zip(gated.slots(""), plain.slots(""), strict=True):
+        for slot in (own[1], other[1]):
+            assert isinstance(slot, Slot)
+        values = torch.randn(own[1].target.shape, generator=generator)
+        own[1].load(values)
+        other[1].load(values)
+    table = ProductTable({}).with_choice(gated.product, 512, None).with_choice(gated.product, 1024, GatedTiling(3))
+    assert isinstance(gated.linear, KernelLinear)
+    gated.linear.table = table
+    norm = RMSNorm(16, 1e-5, Placement(torch.float32, cpu))
+    norm.weight.fill_(1.0)
+    x = torch.randn(rows, 16, generator=generator)
+    torch.testing.assert_close(gated.normed(Residual(x), norm), plain.normed(Residual(x), norm))
+    assert products.taken == ([(rows, 3)] if ours else [])

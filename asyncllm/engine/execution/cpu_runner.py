@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncllm.engine.execution.cpu_embedder import TextFeatures
 from asyncllm.engine.execution.device_thread import Answer, DeviceThread
-from asyncllm.engine.execution.kernel_batch import make_batch_builder
+from asyncllm.engine.execution.kernel_batch import DecodeRun, make_batch_builder
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
 from asyncllm.engine.execution.prompt_scores import PromptReader, extended
 from asyncllm.engine.execution.row_state import Int64Array, RowState
@@ -25,6 +25,7 @@ from asyncllm.engine.execution.step_batch import lay_out_tokens
 from asyncllm.engine.execution.step_outputs import lay_out_outputs
 from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
 from asyncllm.engine.plan import (
+    NO_TOKEN,
     Float32Array,
     Int32Array,
     LateSamples,
@@ -34,6 +35,7 @@ from asyncllm.engine.plan import (
     StepPlan,
     StepResult,
 )
+from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.models.llama import Llama
 
 _NO_ROWS = np.zeros(0, np.int32)
@@ -50,6 +52,7 @@ class StepExecutor:
         self._rows = rows
         self._builder = make_batch_builder(model, layout, cache)
         self._broken_rows: set[int] = set()
+        self._run: DecodeRun | None = None  # of which the last step was one: it knows what its rows do not know yet
 
     def text_features(self, token_ids: Int32Array) -> TextFeatures:
         """What computes the embedding of a text."""
@@ -58,35 +61,45 @@ class StepExecutor:
     def execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
         """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
         step that needs them, until joined anew."""
-        planned = {*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks)}
-        planned.update(plan.tables.rows.tolist())  # some of a row that is only copied to
-        if plan.late is not None:
-            planned.update(plan.late.rows.tolist())
-        self._broken_rows.difference_update(join.row for join in plan.joins)
         try:
-            if broken := planned & self._broken_rows:
+            run, self._run = self._run, None
+            if run is not None and not run.takes(plan):
+                run.settle(self._rows)
+                run = None
+            self._broken_rows.difference_update([join.row for join in plan.joins])
+            if self._broken_rows and (broken := self._broken_rows & _rows_of(plan)):
                 raise RuntimeError(f"an earlier step failed, and with it the state of rows {sorted(broken)}")
-            return self._execute(plan, tell_late)
+            return self._execute(plan, run, tell_late)
         except BaseException:
-            self._broken_rows |= planned
+            self._broken_rows |= _rows_of(plan)
             raise
 
-    def _execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
+    def _execute(self, plan: StepPlan, run: DecodeRun | None, tell_late: Callable[[LateTokens], object]) -> StepResult:
+        """`run`: of which the step is one more."""
         rows = self._rows
         for join in plan.joins:
             rows.join(join)
         rows.edit_tables(plan.tables)
         if len(plan.copies):
             copy_blocks(self._cache, plan.copies)
+        if run is not None:
+            run.advance(rows)
+            return self._draw(plan.step, run, goes_on=True)
         if plan.late is not None:
             tell_late(self._sample_late(plan.step, plan.late))
         if not plan.num_tokens:
             return StepResult(plan.step, np.zeros(0, np.int32))
         rows.take_chunks(plan.chunks)
-        tokens = lay_out_tokens(plan, rows)
-        batch = self._builder.build(tokens, rows)
+        tokens, outputs, parts = lay_out_tokens(plan, rows), lay_out_outputs(plan), rows.prompt_parts(plan.chunks)
+        draws: Draws | None = None
+        if self._model.draws_tokens and len(outputs.rows) and not (outputs.kept or plan.forks or parts):
+            draws = rows.draws(outputs.rows, tokens.positions[tokens.sampled] + 1)
+        batch = self._builder.build(tokens, rows, draws)
+        if draws is not None:
+            run = DecodeRun(plan.decode_rows, outputs.rows, tokens, batch, draws)
+            return self._draw(plan.step, run, goes_on=not plan.chunks and plan.late is None)
         prompts: tuple[PromptLogprobs, ...] = ()
-        if parts := rows.prompt_parts(plan.chunks):
+        if parts:
             reader, count = PromptReader(parts, tokens.chunk_firsts), len(tokens.sampled)
             features = self._model.features(replace(batch, sampled=extended(tokens.sampled, reader)))
             logits = self._model.head(features[:count])
@@ -97,7 +110,6 @@ class StepExecutor:
         for fork in plan.forks:
             chunk = plan.chunks[fork.chunk]
             rows.position[fork.row] = chunk.start + len(chunk.token_ids)
-        outputs = lay_out_outputs(plan)
         kept = [logits[place].to(torch.float32, copy=True) for _, place in outputs.kept]  # not a view of the whole step
         if outputs.kept or plan.forks:
             logits = logits[torch.from_numpy(outputs.places)]
@@ -110,6 +122,20 @@ class StepExecutor:
             scores = StepLogprobs(_NO_ROWS, NO_SCORES, prompts) if scores is None else replace(scores, prompts=prompts)
         read = rows.keep([row for row, _ in outputs.kept], kept)
         return StepResult(plan.step, token_ids.astype(np.int32), scores, read)
+
+    def _draw(self, step: int, run: DecodeRun, *, goes_on: bool) -> StepResult:
+        """Compute a step, with the tokens that the model draws. It `goes_on` if the next one may be of its run."""
+        rows, sampled = self._rows, run.sampled
+        logits = self._model.forward(run.batch)
+        if NO_TOKEN in run.token_ids.tolist():  # of what is no number, `sample` knows what it counts as
+            run.settle(rows)
+            token_ids, _ = self._sample(logits, sampled, rows.sampling(sampled, rows.position[sampled]))
+            return StepResult(step, token_ids.astype(np.int32))
+        if goes_on:
+            self._run = run
+        else:
+            run.settle(rows)
+        return StepResult(step, run.token_ids.copy())
 
     def _sample_late(self, step: int, late: LateSamples) -> LateTokens:
         rows, where = self._rows, late.rows.astype(np.int64)
@@ -136,6 +162,13 @@ class StepExecutor:
             raw = processed(logits, settings, some)
         scores = score_tokens(raw, np.maximum(token_ids[some], 0), [asked for _, asked in asking])
         return token_ids, StepLogprobs(some.astype(np.int32), scores)
+
+
+def _rows_of(plan: StepPlan) -> set[int]:
+    """All rows that a plan computes or samples, or gives blocks to: some of them it only copies to."""
+    late = [] if plan.late is None else plan.late.rows.tolist()
+    computed = (*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks))
+    return {*computed, *late, *plan.tables.rows.tolist()}
 
 
 class CpuRunner:

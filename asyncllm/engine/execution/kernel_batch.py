@@ -11,6 +11,8 @@ from torch import Tensor
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.step_batch import BatchBuilder, StepTokens
+from asyncllm.engine.plan import Int32Array, StepPlan
+from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.layers.kernel_decoder import KernelBatch, TableBatch
 from asyncllm.models.forward_batch import ForwardBatch
 from asyncllm.models.llama import Llama
@@ -19,8 +21,8 @@ from asyncllm.models.llama import Llama
 class Builder(Protocol):
     """Turns tokens into a batch."""
 
-    def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
-        """The batch of these tokens."""
+    def build(self, tokens: StepTokens, rows: RowState, draws: Draws | None = None) -> ForwardBatch:
+        """The batch of these tokens. `draws`: for a model that draws, see `Llama.draws_tokens`."""
         ...
 
 
@@ -32,11 +34,11 @@ class KernelBatchBuilder:
         self._caches = tuple(cache)
         self._needs_lengths = needs_lengths
 
-    def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
-        """See `Builder`; it points into the tables of `rows`."""
+    def build(self, tokens: StepTokens, rows: RowState, draws: Draws | None = None) -> ForwardBatch:
+        """See `Builder`; it points into the arrays of `tokens`, and into the tables of `rows`."""
         lengths: Tensor | None = None
         if self._needs_lengths:
-            lengths = torch.from_numpy(np.maximum(rows.prompt_tokens[tokens.rows], tokens.positions + 1))
+            lengths = _lengths(tokens, rows)
         positions = torch.from_numpy(tokens.positions)
         starts = np.cumsum([tokens.singles, *(len(chunk.token_ids) for chunk in tokens.spans)])
         return ForwardBatch(
@@ -51,7 +53,6 @@ class KernelBatchBuilder:
                 positions=positions,
                 singles=tokens.singles,
                 span_starts=torch.from_numpy(starts),
-                longest=int(tokens.positions.max()) + 1,
                 # a chunk's row may have found blocks that other chunks of the step fill; what decodes has its own
                 reads_new=len(tokens.chunk_firsts) > 0,
                 groups=tuple(
@@ -59,8 +60,50 @@ class KernelBatchBuilder:
                     for table, window in zip(rows.tables, self._windows, strict=True)
                 ),
                 caches=self._caches,
+                draws=draws,
             ),
         )
+
+
+class DecodeRun:
+    """Steps that follow each other and compute one token of each of the same rows: one batch, whose numbers go on.
+
+    In the order of positions, in which its tokens are, they stay. For rows whose tokens the kernel draws. What little
+    is done between two of these steps counts: the interpreter's own code has left the processor's caches by then.
+    """
+
+    def __init__(
+        self, decode_rows: Int32Array, sampled: Int32Array, tokens: StepTokens, batch: ForwardBatch, draws: Draws
+    ) -> None:
+        """The first of these steps: the rows that its plan names, and those that sample."""
+        self.sampled = sampled.astype(np.intp)
+        self.batch = batch
+        self.token_ids: Int32Array = draws.token_ids.numpy()  # that the last step has drawn
+        self._decode_rows = decode_rows
+        self._tokens = tokens
+        self._order = tokens.sampled.argsort()  # of the batch's tokens: where in `token_ids` is what follows them
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether the next step is one of them."""
+        others = plan.joins or plan.chunks or plan.forks or plan.late is not None
+        return plan.decode_rows is self._decode_rows and not others
+
+    def advance(self, rows: RowState) -> None:
+        """To the next step. `rows` are left as they were before the last one."""
+        tokens, lengths = self._tokens, self.batch.lengths
+        np.add(tokens.positions, 1, out=tokens.positions)
+        tokens.ids[:] = self.token_ids[self._order]
+        if lengths is not None:
+            lengths.copy_(_lengths(tokens, rows))
+
+    def settle(self, rows: RowState) -> None:
+        """Let the rows know what the last step has computed."""
+        rows.position[self._tokens.rows] = self._tokens.positions + 1  # of equal rows the last, and largest, stays
+        rows.last_token[self.sampled] = np.maximum(self.token_ids, 0)
+
+
+def _lengths(tokens: StepTokens, rows: RowState) -> Tensor:
+    return torch.from_numpy(np.maximum(rows.prompt_tokens[tokens.rows], tokens.positions + 1))
 
 
 def _places(tokens: StepTokens) -> Tensor | None:

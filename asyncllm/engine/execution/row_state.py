@@ -24,8 +24,10 @@ from asyncllm.engine.plan import (
     RowSampling,
     TableEdits,
 )
+from asyncllm.kernels.cpu.decoder import Draws
 
 Int64Array = NDArray[np.int64]
+_NEVER = np.iinfo(np.int64).max
 
 
 class RowState:
@@ -46,6 +48,7 @@ class RowState:
         self._choice = np.zeros(num_rows, np.int64)
         self._suppress_before = np.zeros(num_rows, np.int64)
         self._reads_logits = np.zeros(num_rows, np.bool_)
+        self._plain_from = np.zeros(num_rows, np.int64)  # from this position on, see `draws`
         self._kept: dict[int, Tensor] = {}  # by late row: [vocabulary] float32 logits that wait for the host
         self._suppressed: list[Int64Array] = [np.zeros(0, np.int64)] * num_rows
         # Of the few rows that ask for more, by row.
@@ -75,9 +78,13 @@ class RowState:
         _put(self._logprobs, row, sampling.logprobs)
         told = sampling.prompt_logprobs
         _put(self._told_prompts, row, None if told is None else (join.known()[: join.prompt_tokens], told))
+        altered = row in self._adjustments or row in self._logprobs or row in self._rare
+        self._plain_from[row] = _NEVER if altered or _filters(sampling) else self._suppress_before[row]
 
     def edit_tables(self, edits: TableEdits) -> None:
         """Set block-table entries."""
+        if not len(edits.blocks):
+            return
         self.tables[edits.groups, edits.rows, edits.indices] = edits.blocks
 
     def sampling(self, rows: Int32Array | Int64Array, positions: Int64Array) -> SampledRows:
@@ -93,6 +100,18 @@ class RowState:
             suppressed=self._suppressions(rows, positions),
             adjustments=_among(self._adjustments, rows),
             rare=_among(self._rare, rows),
+        )
+
+    def draws(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Draws | None:
+        """How `rows` draw tokens at `positions` and after them; None where one of them does not simply draw from its
+        logits, or is told of them."""
+        if (self._plain_from[rows] > positions).any():
+            return None
+        return Draws(
+            temperature=torch.from_numpy(self._temperature[rows]),
+            seed=torch.from_numpy(self._seed[rows].view(np.int64)),
+            choice=torch.from_numpy(self._choice[rows]),
+            token_ids=torch.from_numpy(np.empty(len(rows), np.int32)),
         )
 
     def logprobs(self, rows: Int32Array | Int64Array) -> Sequence[tuple[int, LogprobsRequest]]:
@@ -134,6 +153,10 @@ class RowState:
     def _suppressions(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Sequence[tuple[int, Int64Array]]:
         early = np.flatnonzero(self._suppress_before[rows] > positions)
         return [(int(index), self._suppressed[rows[index]]) for index in early]
+
+
+def _filters(sampling: RowSampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 _Value = TypeVar("_Value")

@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncllm.engine.execution.kv_cache import CacheLayout
 from asyncllm.engine.execution.row_state import Int64Array, RowState
 from asyncllm.engine.plan import NULL_BLOCK, Chunk, Int32Array, StepPlan
+from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.layers.attention import (
     AttentionBatch,
     Bucket,
@@ -113,8 +114,9 @@ class BatchBuilder:
         self._bucket_blocks = _BUCKET_BYTES * torch.get_num_threads() // layout.layer_block_bytes(cache.dtype)
         self._layers = tuple(CacheLayer.of(layer) for layer in cache)
 
-    def build(self, tokens: StepTokens, rows: RowState) -> ForwardBatch:
-        """The batch of these tokens."""
+    def build(self, tokens: StepTokens, rows: RowState, draws: Draws | None = None) -> ForwardBatch:
+        """See `Builder`."""
+        assert draws is None, "torch's operators draw nothing"
         self._clear_begun_blocks(tokens, rows.tables)
         lengths: Tensor | None = None
         if self._needs_lengths:

@@ -71,6 +71,7 @@ class RowTable:
         self._snapshot: SteadyRows | None = None  # of the steady rows; None when out of date
         self._positions = np.zeros(num_rows, np.int64)  # the next position to plan
         self._attention = np.zeros(num_rows, np.int64)  # the position at which a steady row must be looked at
+        self._quiet = 0  # for so many more steps no steady row must be looked at, or more
         self._last_step = -1  # the last planned step: all steady rows had a part in it
 
     @property
@@ -122,9 +123,14 @@ class RowTable:
 
     def due(self) -> list[Request]:
         """The steady rows that must be looked at before the next plan."""
+        if self._quiet > 0:
+            return []
         steady = self.steady()
-        due = np.flatnonzero(self._positions[steady.index] >= self._attention[steady.index])
-        return [steady.map.requests[i] for i in due.tolist()]
+        if not steady.map.ids:
+            return []
+        left = self._attention[steady.index] - self._positions[steady.index]
+        self._quiet = int(left.min())
+        return [steady.map.requests[i] for i in np.flatnonzero(left <= 0).tolist()]
 
     def position(self, request: Request) -> int:
         """The next position to plan of a request that has a row."""
@@ -154,6 +160,7 @@ class RowTable:
         del self._lagging[request.id]
         self._steady[request.id] = request
         self._snapshot = None
+        self._quiet = 0
 
     def leave_steady(self, request: Request) -> None:
         """From the next plan on, the row lags. Nothing happens where it does already."""
@@ -184,6 +191,7 @@ class RowTable:
     def watch(self, request: Request, position: int) -> None:
         """Look at this steady row when it is about to compute `position`."""
         self._attention[request.row] = position
+        self._quiet = 0
 
     def advance_to(self, request: Request, position: int, step: int) -> None:
         """A chunk up to before `position` is planned in this step."""
@@ -193,6 +201,7 @@ class RowTable:
     def advance(self, steady: SteadyRows, step: int) -> None:
         """This step is planned, and computes one position of each steady row."""
         self._positions[steady.index] += 1
+        self._quiet -= 1
         self._last_step = step
 
     def check_integrity(self) -> None:
@@ -207,6 +216,9 @@ class RowTable:
         for request in self._kept.values():
             assert request.late, f"request {request.id} keeps logits and is not late"
             assert self.position(request) == request.known + request.coming, f"request {request.id} keeps old logits"
+        for request in self._steady.values():
+            left = int(self._attention[request.row]) - self.position(request)
+            assert left >= self._quiet or self._quiet <= 0, f"request {request.id} must be looked at before it will be"
         assert self._snapshot is None or self._snapshot.map.ids == tuple(self._steady), (
             "the steady rows are out of date"
         )

@@ -161,6 +161,11 @@ class Scheduler:
 
     # --- planning ---
 
+    @property
+    def full(self) -> bool:
+        """Whether so many steps are in flight that none is planned."""
+        return len(self._in_flight) > self.config.run_ahead
+
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, to be launched at once. Requests end whose deadline is `now` or earlier.
 
@@ -169,7 +174,7 @@ class Scheduler:
         """
         self._roster.expire(now)
         self._roster.drain()
-        if len(self._in_flight) > self.config.run_ahead:
+        if self.full:
             return None
         draft = self._planner.draft(self._next_step, now)
         steady = self._rows.steady()

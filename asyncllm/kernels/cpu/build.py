@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncllm.kernels.cpu.team import TeamSize
 
@@ -51,6 +52,21 @@ _STALE = 3600.0
 """Seconds after which nobody compiles in such a folder any more: a process that was killed has left it."""
 _MOST_SAID, _MOST_TOLD = 1 << 16, 300
 """Bytes of a compiler's messages, and characters of the one that is passed on."""
+_POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]] | None, tuple[type[ctypes._SimpleCData[Any]], ...]]] = {
+    "features": (_COUNT, ()),
+    "takes_head": (_COUNT, (_COUNT,)),
+    "workspace_bytes": (_COUNT, (_POINTER, _POINTER, _POINTER)),
+    "decode": (_NUMBER, (_POINTER, _POINTER, _POINTER, _COUNT)),
+    "product_workspace_bytes": (_COUNT, (_POINTER, _COUNT, _COUNT)),
+    "product": (
+        _NUMBER,
+        (_POINTER, _POINTER, _POINTER, _NUMBER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
+    ),
+    "uniform": (None, (_POINTER, _POINTER, _POINTER, ctypes.c_uint64, _COUNT, _POINTER)),
+    "draw": (_NUMBER, (_POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _POINTER, _POINTER, _COUNT)),
+}
+"""By name, without what all of them begin with: what each gives, and what it takes."""
 
 
 class BuildError(Exception):
@@ -269,11 +285,10 @@ def _load(binary: Path) -> Library:
     _share_openmp()
     functions, short = ctypes.CDLL(str(binary)), ctypes.PyDLL(str(binary))
     try:
-        for name in ("features", "takes_head", "take_lines", "workspace_bytes", "product_workspace_bytes"):
-            for handle in (functions, short):
-                getattr(handle, f"asyncllm_{name}").restype = ctypes.c_int64
-        for name in ("decode", "product", "draw"):
-            getattr(functions, f"asyncllm_{name}").restype = ctypes.c_double
+        for handle in (functions, short):
+            for name, (given, taken) in _FUNCTIONS.items():
+                function = getattr(handle, f"asyncllm_{name}")
+                function.restype, function.argtypes = given, taken
         return Library(functions, short, tiles=bool(functions.asyncllm_features() & 1))
     except AttributeError as error:
         raise OSError(f"not our kernels: {error}") from error

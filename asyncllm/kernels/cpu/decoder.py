@@ -1,4 +1,5 @@
-"""All layers of a decoder in one call: norms, products, rotation, cache write, attention (`source/decoder.cpp`).
+"""All layers of a decoder in one call: norms, products, rotation, cache write, attention (`source/decoder.cpp`); and
+what follows them, if it is wanted: logits, and the tokens that are drawn from them (`source/logits.h`).
 
 One call, because what lies between the kernels would take as long as they do: a step of one row has 150 of them, of
 some ten microseconds each. And the interpreter is given up and taken again once, however busy the host keeps it.
@@ -48,89 +49,159 @@ class DecoderLayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What makes logits of what the layers leave."""
+
+    norm: Tensor  # [hidden] bfloat16
+    matrix: KernelMatrix  # [vocabulary, hidden], without an activation
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How tokens are drawn from a step's logits. What a draw depends on beside these is the position of its token, that
+    after the one whose logits it is from: `draw_uniform` and `draw_tokens` would draw the same."""
+
+    temperature: Tensor  # [s] float32; 0 takes the first of the largest logits
+    seed: Tensor  # [s] int64
+    choice: Tensor  # [s] int64
+    token_ids: Tensor
+    """[s] int32, which the kernel writes: -1 as in `draw_tokens`; but with a temperature of 0, +infinity is a logit
+    like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutputs:
+    """What is wanted of a step beside what the layers leave."""
+
+    tokens: Tensor | None  # [s] int64 of the step's, those whose logits are wanted; None: all, in their order
+    logits: Tensor  # [s, vocabulary] float32, which the kernel writes
+    draws: Draws | None  # None: nothing is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class TableLines:
+    """A tensor of a step that the kernel fills first, with lines of a table."""
+
+    table: Tensor  # [any number, width]
+    lines: Tensor  # [n] int64
+    out: Tensor  # [n, width]; all dense, and items of one size
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderStep:
     """The tokens of a step, those alone in their row first, then the chunks."""
 
+    residual: Tensor  # [n, hidden] bfloat16, or its bits: goes through all layers, in place
+    cosine: Tensor  # [n, head_dim] bfloat16, or its bits
+    sine: Tensor  # the same, of the first half negated
     singles: int
     span_starts: Tensor  # [chunks + 1] int64: the first token of each chunk, and the number of tokens
     rows: Tensor  # [n] int64: the line of a table of each token
     positions: Tensor  # [n] int64
     tables: Sequence[Tensor]  # of each group: [rows, most blocks] int64
     windows: Sequence[int | None]  # of each group: how many keys a query sees, its own among them
-    longest: int  # the largest position + 1
+    caches: Sequence[Tensor]
+    """As many as layers name, [blocks, block_size, 2, kv_heads, head_dim] bfloat16; they take new keys and values."""
     reads_new: bool  # whether tokens may see keys that the step writes for other rows
+    outputs: DecoderOutputs | None = None
+    lines: Sequence[TableLines] = ()  # what of the above is found in tables, such as that of an embedding
 
 
 class DecoderKernel:
     """The kernel, with one model's weights."""
 
-    def __init__(self, library: Library, shape: DecoderShape, layers: Sequence[DecoderLayerWeights]) -> None:
-        self._library = library
-        self._shape = shape
-        self._weights = list(layers)  # their memory is what the structures point to
+    def __init__(
+        self,
+        library: Library,
+        shape: DecoderShape,
+        layers: Sequence[DecoderLayerWeights],
+        head: HeadWeights | None = None,
+    ) -> None:
+        """`head`: for steps with outputs."""
+        self.library = library
+        self._weights, self._head_weights = list(layers), head  # their memory is what the structures point to
         self._layers = (_LayerStruct * len(layers))(*(_layer(each) for each in layers))
+        self.decoder = _DecoderStruct(
+            self._layers, len(layers), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )
+        self.head = None if head is None else _HeadStruct(head.matrix.struct, head.norm.data_ptr(), head.eps)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._windows: Sequence[int | None] = []
         self._addresses: list[int] = []  # of the caches that the structures point to; nothing here holds them
-        self._workspace_bytes = library.short.asyncllm_workspace_bytes
-        self._decode = library.functions.asyncllm_decode
 
-    def __call__(
-        self, residual: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[Tensor], step: DecoderStep
-    ) -> None:
-        """Put `residual` [n, hidden] bfloat16, or its bits, through all layers, in place.
+    def __call__(self, step: DecoderStep) -> None:
+        """Compute a step."""
+        DecoderCall(self, step)()
 
-        `cosine`, `sine` [n, head_dim] bfloat16, or their bits, the sines of the first half negated; `caches` as many as
-        layers name, [blocks, block_size, 2, kv_heads, head_dim] bfloat16, take the tokens' keys and values.
-        """
-        shape, layers = self._shape, self._layers
-        addresses = [cache.data_ptr() for cache in caches]
+    def point_to(self, addresses: list[int], windows: Sequence[int | None]) -> None:
+        """Of the caches, and of their groups."""
         if addresses != self._addresses:
-            for struct, weights in zip(layers, self._weights, strict=True):
+            for struct, weights in zip(self._layers, self._weights, strict=True):
                 struct.cache = addresses[weights.cache]
             self._addresses = addresses
-        if step.windows != self._windows:
-            for struct, weights in zip(layers, self._weights, strict=True):
-                window = step.windows[weights.group]
+        if windows != self._windows:
+            for struct, weights in zip(self._layers, self._weights, strict=True):
+                window = windows[weights.group]
                 struct.window = _NO_WINDOW if window is None else window
-            self._windows = list(step.windows)
-        decoder = _DecoderStruct(
-            layers,
-            len(layers),
-            shape.hidden,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            caches[0].shape[1],
-        )
-        tables = (ctypes.c_void_p * len(step.tables))(*(table.data_ptr() for table in step.tables))
-        described = _StepStruct(
-            tokens=len(residual),
+            self._windows = list(windows)
+
+    def workspace(self, size: int) -> int:
+        """The address of so many bytes, until it is asked for more."""
+        if size > self._workspace.nbytes:
+            self._workspace = aligned(size)
+        return self._workspace.data_ptr()
+
+
+class DecoderCall:
+    """A step, described to the kernel once. Each call computes it with what its tensors hold then."""
+
+    def __init__(self, kernel: DecoderKernel, step: DecoderStep) -> None:
+        self._kernel = kernel
+        self._step = step  # its memory is what the structures point to
+        self._addresses = [cache.data_ptr() for cache in step.caches]
+        self._block_size = step.caches[0].shape[1]
+        self._tables = (ctypes.c_void_p * len(step.tables))(*(table.data_ptr() for table in step.tables))
+        self._lines = (_LinesStruct * len(step.lines))(*map(_lines, step.lines))
+        self._described = _StepStruct(
+            tokens=len(step.residual),
             singles=step.singles,
             spans=len(step.span_starts) - 1,
             span_starts=step.span_starts.data_ptr(),
             rows=step.rows.data_ptr(),
             positions=step.positions.data_ptr(),
-            tables=ctypes.cast(tables, ctypes.c_void_p),
+            tables=ctypes.cast(self._tables, ctypes.c_void_p),
             table_width=step.tables[0].shape[1],
-            longest=step.longest,
             reads_new=step.reads_new,
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
-            residual=residual.data_ptr(),
+            cosine=step.cosine.data_ptr(),
+            sine=step.sine.data_ptr(),
+            residual=step.residual.data_ptr(),
+            lines=ctypes.cast(self._lines, ctypes.c_void_p),
+            tables_read=len(self._lines),
         )
+        outputs = None if step.outputs is None else _sampled(kernel, step.outputs)
+        self._arguments = (
+            ctypes.byref(kernel.decoder),
+            ctypes.byref(self._described),
+            None if outputs is None else ctypes.byref(outputs),
+        )
+        self._kind = (id(kernel), len(step.residual), len(step.span_starts), outputs is None)
 
-        def decode(threads: int) -> float:
-            described.threads = threads
-            size = self._workspace_bytes(ctypes.byref(decoder), ctypes.byref(described))
-            if size > self._workspace.nbytes:
-                self._workspace = aligned(size)
-            described.workspace = self._workspace.data_ptr()
-            lost: float = self._decode(ctypes.byref(decoder), ctypes.byref(described), tiles)
-            return lost
+    def __call__(self) -> None:
+        """Compute it. The interpreter is given up once. Raises IndexError for a line that a table does not have."""
+        kernel = self._kernel
+        kernel.point_to(self._addresses, self._step.windows)
+        kernel.decoder.block_size = self._block_size
+        kernel.library.team.run(self._decode, self._kind)
 
-        tiles = ctypes.c_int64(self._library.tiles)
-        self._library.team.run(decode, (id(self), len(residual), len(step.span_starts)))
+    def _decode(self, threads: int) -> float:
+        kernel, described = self._kernel, self._described
+        described.threads = threads
+        described.workspace = kernel.workspace(kernel.library.short.asyncllm_workspace_bytes(*self._arguments))
+        lost: float = kernel.library.functions.asyncllm_decode(*self._arguments, kernel.library.tiles)
+        if lost < 0:
+            raise IndexError("a token has a line that is not one of its table's")
+        return lost
 
 
 class _LayerStruct(ctypes.Structure):
@@ -170,7 +241,57 @@ class _StepStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_width", "longest", "reads_new")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine", "residual", "workspace")),
         ("threads", ctypes.c_int64),
+        ("lines", ctypes.c_void_p),
+        ("tables_read", ctypes.c_int64),
     )
+
+
+class _LinesStruct(ctypes.Structure):
+    """`Lines` of `source/decoder.h`."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("chosen", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
+def _lines(taken: TableLines) -> _LinesStruct:
+    table = taken.table
+    width = table.itemsize * table.shape[1]
+    return _LinesStruct(table.data_ptr(), len(table), width, taken.lines.data_ptr(), taken.out.data_ptr())
+
+
+class _HeadStruct(ctypes.Structure):
+    """`Head` of `source/logits.h`."""
+
+    _fields_ = (("matrix", MatrixStruct), ("norm", ctypes.c_void_p), ("eps", ctypes.c_double))
+
+
+class _SampledStruct(ctypes.Structure):
+    """`Sampled` of `source/logits.h`."""
+
+    _fields_ = (
+        ("head", ctypes.POINTER(_HeadStruct)),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tokens", "logits", "temperature", "seed", "choice", "found")),
+    )
+
+
+def _sampled(kernel: DecoderKernel, outputs: DecoderOutputs) -> _SampledStruct:
+    assert kernel.head is not None, "a step with outputs, of a kernel without a head"
+    struct = _SampledStruct(
+        head=ctypes.pointer(kernel.head),
+        count=len(outputs.logits),
+        tokens=None if outputs.tokens is None else outputs.tokens.data_ptr(),
+        logits=outputs.logits.data_ptr(),
+    )
+    if (draws := outputs.draws) is not None:
+        struct.temperature, struct.found = draws.temperature.data_ptr(), draws.token_ids.data_ptr()
+        struct.seed, struct.choice = draws.seed.data_ptr(), draws.choice.data_ptr()
+    return struct
 
 
 def _layer(weights: DecoderLayerWeights) -> _LayerStruct:
@@ -190,7 +311,7 @@ def _layer(weights: DecoderLayerWeights) -> _LayerStruct:
 
 def takes_head(library: Library, head_dim: int) -> bool:
     """Whether the kernel has attention for heads of this size."""
-    return bool(library.functions.asyncllm_takes_head(ctypes.c_int64(head_dim)))
+    return bool(library.functions.asyncllm_takes_head(head_dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -29,14 +27,14 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
         threads = min(threads, max(1, rows))
         ends = aligned(8 * threads * (vocabulary // _TILE + 1))
         lost: float = library.functions.asyncllm_draw(
-            ctypes.c_void_p(logits.data_ptr()),
-            ctypes.c_int64(rows),
-            ctypes.c_int64(vocabulary),
-            ctypes.c_void_p(temperature.data_ptr()),
-            ctypes.c_void_p(uniform.data_ptr()),
-            ctypes.c_void_p(found.data_ptr()),
-            ctypes.c_void_p(ends.data_ptr()),
-            ctypes.c_int64(threads),
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            temperature.data_ptr(),
+            uniform.data_ptr(),
+            found.data_ptr(),
+            ends.data_ptr(),
+            threads,
         )
         return lost
 
@@ -52,12 +50,7 @@ def draw_uniform(library: Library, seed: Tensor, position: Tensor, choice: Tenso
     seed, position, choice = seed.contiguous(), position.contiguous(), choice.contiguous()
     out = torch.empty(len(seed))
     library.short.asyncllm_uniform(
-        ctypes.c_void_p(seed.data_ptr()),
-        ctypes.c_void_p(position.data_ptr()),
-        ctypes.c_void_p(choice.data_ptr()),
-        ctypes.c_uint64(stream),
-        ctypes.c_int64(len(seed)),
-        ctypes.c_void_p(out.data_ptr()),
+        seed.data_ptr(), position.data_ptr(), choice.data_ptr(), stream, len(seed), out.data_ptr()
     )
     return out
 

@@ -150,19 +150,18 @@ def kernel_product(
     functions, struct = library.functions, ctypes.byref(matrix.struct)
 
     def multiply(threads: int) -> float:
-        size = functions.asyncllm_product_workspace_bytes(struct, ctypes.c_int64(rows), ctypes.c_int64(threads))
-        workspace = aligned(size)
+        workspace = aligned(functions.asyncllm_product_workspace_bytes(struct, rows, threads))
         lost: float = functions.asyncllm_product(
             struct,
-            ctypes.c_void_p(x.data_ptr()),
-            None if norm is None else ctypes.c_void_p(norm.data_ptr()),
-            ctypes.c_double(eps),
-            ctypes.c_int64(rows),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int64(dtype == torch.float32),
-            ctypes.c_void_p(workspace.data_ptr()),
-            ctypes.c_int64(threads),
-            ctypes.c_int64(library.tiles),
+            x.data_ptr(),
+            None if norm is None else norm.data_ptr(),
+            eps,
+            rows,
+            out.data_ptr(),
+            dtype == torch.float32,
+            workspace.data_ptr(),
+            threads,
+            library.tiles,
         )
         return lost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
@@ -16,8 +18,9 @@ from asyncllm.engine.execution.cpu_runner import StepExecutor
 from asyncllm.engine.execution.kernel_batch import KernelBatchBuilder
 from asyncllm.engine.execution.loading import load_executor
 from asyncllm.engine.execution.processor import native_kernels
+from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.step_batch import lay_out_tokens
-from asyncllm.engine.plan import Chunk, RowJoin, RowSampling, StepPlan, TableEdits
+from asyncllm.engine.plan import NO_TOKEN, Chunk, RowJoin, RowSampling, StepPlan, TableEdits
 from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.weights.source import resolve_source
 
@@ -121,3 +124,104 @@ def test_heads_of_another_size_go_layer_by_layer(tmp_path: Path) -> None:
     executor = load(write_tiny_model(tmp_path), dtype="bfloat16")  # heads of 16
     assert not isinstance(executor._builder, KernelBatchBuilder)
     assert logits_of(executor, list(range(50)), (20,)).isfinite().all()
+
+
+PLAIN = (GREEDY, replace(GREEDY, temperature=1.0, seed=5), replace(GREEDY, temperature=0.7, seed=2**64 - 3, choice=2))
+
+
+def plan_of(
+    decode: NDArray[np.int32], *, joins: Sequence[RowJoin] = (), chunks: Sequence[Chunk] = (), step: int = 0
+) -> StepPlan:
+    no_edits = TableEdits(NONE, NONE, NONE, NONE)
+    return StepPlan(step, tuple(joins), no_edits, NONE.reshape(0, 2), tuple(chunks), decode, False)
+
+
+def give_blocks(executor: StepExecutor, row: int) -> None:
+    for group in range(len(executor._rows.tables)):
+        executor._rows.tables[group, row, :8] = 1 + np.arange(8) + 8 * (row + 4 * group)
+
+
+@torch.inference_mode()
+def decoded(executor: StepExecutor, settings: Sequence[RowSampling], *, anew: bool) -> list[list[int]]:
+    """The tokens of steps in which rows with these settings join, decode for a while, and are joined by one more.
+
+    `anew`: each plan names its rows by another array, so that its batch is made anew.
+    """
+
+    def tell(tokens: object) -> None:
+        raise AssertionError("no row is late")
+
+    def run(plan: StepPlan) -> None:
+        found.append(executor.execute(plan, tell).token_ids.tolist())
+
+    found: list[list[int]] = []
+    prompts = [np.arange(7, 12 + 11 * row, dtype=np.int32) for row in range(len(settings))]
+    joins = [
+        RowJoin(row, row, each, len(ids), ids) for row, (each, ids) in enumerate(zip(settings, prompts, strict=True))
+    ]
+    chunks = [Chunk(row, 0, ids, True) for row, ids in enumerate(prompts)]
+    for join, chunk in zip(joins, chunks, strict=True):
+        plan = plan_of(NONE, joins=[join])  # a step of no tokens: a row that joins forgets its table
+        executor.execute(plan, tell)
+        give_blocks(executor, join.row)
+        if join.row < 2:
+            run(plan_of(NONE, chunks=[chunk]))
+    few, all_rows = np.array([1, 0], np.int32), np.array([1, 0, 2], np.int32)
+    for _ in range(18):
+        run(plan_of(few.copy() if anew else few))
+    text = executor.text_features(np.arange(40, dtype=np.int32))  # of another cache, between two steps
+    assert text.advance() is not None
+    run(plan_of(few.copy() if anew else few))
+    run(plan_of(few.copy() if anew else few, chunks=chunks[2:]))
+    for _ in range(12):
+        run(plan_of(all_rows.copy() if anew else all_rows))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "last",
+    [
+        PLAIN[2],
+        replace(PLAIN[2], top_k=7),
+        replace(PLAIN[2], repetition_penalty=1.4),
+        replace(GREEDY, suppressed=tuple(range(0, 512, 3)), suppress_before=36),
+        replace(PLAIN[1], suppressed=tuple(range(256)), suppress_before=33),
+    ],
+    ids=["plain", "top_k", "penalty", "suppressed, greedy", "suppressed, drawn"],
+)
+def test_a_batch_that_goes_on_is_as_one_made_anew(
+    name: str, last: RowSampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the kernel draws is what the sampler draws of its logits."""
+    if native_kernels() is None:
+        pytest.skip("this processor, or this machine, has no kernels of its own")
+    folder = write_tiny_model(tmp_path, config={"head_dim": 32, "hidden_size": 128, **MODELS[name]})
+    settings = (*PLAIN[:2], last)
+    executor = load(folder, dtype="bfloat16")
+    assert executor._model.draws_tokens
+    found = decoded(executor, settings, anew=False)
+    assert (executor._run is not None) is not (last.top_k > 0 or last.counts_tokens)
+    assert found == decoded(executor, settings, anew=True)
+    monkeypatch.setattr(RowState, "draws", lambda *arguments: None)
+    assert found == decoded(executor, settings, anew=False)
+    assert len({token for step in found for token in step}) > 10
+
+
+@torch.inference_mode()
+def test_rows_without_numbers_have_no_token(tmp_path: Path) -> None:
+    if native_kernels() is None:
+        pytest.skip("this processor, or this machine, has no kernels of its own")
+    executor = load(write_tiny_model(tmp_path, config={"head_dim": 32, "hidden_size": 128}), dtype="bfloat16")
+    executor._model.embedding.weight[3] = torch.nan
+    tokens = np.array([4, 3, 5], np.int32)
+    for row, settings in enumerate(PLAIN):
+        executor.execute(plan_of(NONE, joins=[RowJoin(row, row, settings)]), print)
+        give_blocks(executor, row)
+    chunks = [Chunk(row, 0, tokens[row : row + 1], True) for row in range(3)]
+    executor._rows.tables[:, 1] += 24
+    decode = np.arange(3, dtype=np.int32)
+    for plan in (plan_of(NONE, chunks=chunks), plan_of(decode), plan_of(decode), plan_of(decode.copy())):
+        found = executor.execute(plan, print).token_ids
+        assert (found == NO_TOKEN).tolist() == [False, True, False]
+        assert executor._rows.last_token[1] == 0

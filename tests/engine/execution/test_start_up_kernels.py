@@ -23,7 +23,8 @@ from asyncllm.engine.execution.rare_kernels import launch_rare_kernels
 from asyncllm.engine.execution.step_program import StepProgram
 from asyncllm.engine.execution.step_ring import StepRing
 from asyncllm.engine.plan import Chunk, Fork, LateSamples, LogprobsRequest, RowJoin, RowSampling, StepPlan, TableEdits
-from asyncllm.kernels import compilation, language, skinny_linear, specialized_attention
+from asyncllm.kernels import compilation, gated_linear, language, skinny_linear, specialized_attention
+from asyncllm.kernels.activation import Activation
 from asyncllm.kernels.attention_plan import AttentionShape, default_tilings, make_attention_plan
 from asyncllm.kernels.block_copy import copy_blocks
 from asyncllm.kernels.compilation import compiling
@@ -250,4 +251,23 @@ if TRITON_AVAILABLE and not triton.knobs.runtime.interpret:
         (kernel,) = kernels.values()
         code = kernel.asm["sass"]
         assert 0 < code.count("WARPGROUP.DEPBAR") * 4 < code.count("HGMMA"), "waits and products of the matrix units"
+        assert "STL" not in code
+
+    @pytest.mark.skipif(not GLUON_AVAILABLE, reason="needs Triton 3.6")
+    @pytest.mark.parametrize("groups", [2, 3])
+    def test_many_rows_are_multiplied_at_full_speed(groups: int, compiled: Compiled) -> None:
+        """As above; the number of rows is nothing that a kernel is compiled for."""
+        tiling, weight = gated_linear.GatedTiling(groups), torch.zeros((48, 64), dtype=torch.bfloat16)
+        with CompileProcesses() as processes:
+            processes.start()
+            with compiling(2, processes):
+                for rows in (1000, 1001):
+                    gated_linear.gated_linear(weight.new_zeros((rows, 64)), weight, Activation.SILU, tiling=tiling)
+        assert compiled.names == compiled.cached == ["_gated_product_kernel"]
+        kernel: Any = gated_linear._gated_product_kernel
+        ((kernels, *_),) = kernel.device_caches.values()
+        (binary,) = kernels.values()
+        code = binary.asm["sass"]
+        assert code.count("HGMMA.64x256x16") == 4 * groups
+        assert code.count("WARPGROUP.DEPBAR") == groups
         assert "STL" not in code

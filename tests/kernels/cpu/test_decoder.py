@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,6 +15,7 @@ from asyncllm.kernels.cpu.decoder import (
     DecoderShape,
     DecoderStep,
     PlainLayer,
+    TableLines,
     decoder_reference,
 )
 from tests.kernels.cpu.test_matrix import make
@@ -88,7 +90,13 @@ class Model:
         self.sine = torch.cat((-angles.sin(), angles.sin()), -1).bfloat16()
         self.inputs = torch.randn(rows, length, case.hidden, generator=generator).bfloat16()
 
-    def run(self, parts: list[tuple[int, int, int]], *, reads_new: bool = False) -> Tensor:
+    def run(
+        self,
+        parts: list[tuple[int, int, int]],
+        *,
+        reads_new: bool = False,
+        alter: Callable[[DecoderStep], DecoderStep] = lambda step: step,
+    ) -> Tensor:
         """A step of (row, first position, tokens); those of one token come first."""
         places = [(row, position) for row, start, count in parts for position in range(start, start + count)]
         rows, positions = torch.tensor(places).T.contiguous()
@@ -97,16 +105,19 @@ class Model:
         starts += [starts[-1] + sum(c for _, _, c in parts[singles : i + 1]) for i in range(singles, len(parts))]
         residual = self.inputs[rows, positions]
         step = DecoderStep(
+            residual=residual,
+            cosine=self.cosine[positions],
+            sine=self.sine[positions],
             singles=singles,
             span_starts=torch.tensor(starts),
             rows=rows,
             positions=positions,
             tables=[self.table],
             windows=[self.case.window],
-            longest=int(positions.max()) + 1,
+            caches=self.caches,
             reads_new=reads_new,
         )
-        self.kernel(residual, self.cosine[positions], self.sine[positions], self.caches, step)
+        self.kernel(alter(step))
         return residual
 
     def expected(self, row: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -255,3 +266,28 @@ def test_a_broken_row_breaks_no_other(library: Library) -> None:
     found = model.run([(0, 0, 30), (1, 0, 30)])
     assert found[30:].isnan().all()
     assert_near(model, 0, torch.cat((found[:30], model.run([(0, 30, 1), (1, 30, 1)])[:1])))
+
+
+def test_lines_of_tables(library: Library) -> None:
+    """Embeddings and rotations that the kernel looks up, instead of those that are there; lines that no table has."""
+    model = Model(library, CASES["smollm2"], 3, 8)
+    parts = [(0, 0, 1), (1, 0, 3), (2, 0, 2)]
+    found = model.run(parts)
+    chosen = torch.tensor([0, 8, 9, 10, 16, 17])
+    embedding, (cosine, sine) = model.inputs.flatten(0, 1), (model.cosine, model.sine)
+
+    def lines(step: DecoderStep) -> DecoderStep:
+        looked_up = (
+            (embedding, chosen, step.residual),
+            (cosine, step.positions, step.cosine),
+            (sine, step.positions, step.sine),
+        )
+        for _, _, out in looked_up:
+            out.fill_(torch.nan)
+        return replace(step, lines=[TableLines(*each) for each in looked_up])
+
+    assert torch.equal(model.run(parts, alter=lines), found)
+    for line in (-1, len(embedding), 1 << 40):
+        chosen[4] = line
+        with pytest.raises(IndexError, match="not one of its table's"):
+            model.run(parts, alter=lines)

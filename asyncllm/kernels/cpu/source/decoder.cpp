@@ -1,23 +1,26 @@
-// What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), lines of a
-// table (lines.py), and draws (draw.py).
-#include "draw.h"
+// What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), and draws
+// (draw.py).
 #include "key_prefetcher.h"
-#include "philox.h"
+#include "logits.h"
 
 namespace asyncllm {
 
-constexpr int64_t kTaken = 5;  // what of a layer is taken piece by piece
+constexpr int64_t kShared = 5;  // what of a layer is divided into shares
+
+inline int64_t shares_bytes(const Decoder &model, const Step &step) {
+  return static_cast<int64_t>(sizeof(Share)) * kShared * model.count * step.threads;
+}
 
 // One thread's way through the layers.
 class Pass {
  public:
-  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, std::atomic<int64_t> *taken)
+  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, Share *shares)
       : team_(team),
         model_(model),
         step_(step),
         heads_(model.heads()),
         tiles_(tiles),
-        taken_(taken),
+        shares_(shares),
         heads_at_once_(choose_heads_at_once()),
         prefetcher_(team, model, step, tasks_of_token()),
         arena_{step.workspace},
@@ -27,6 +30,7 @@ class Pass {
   void run() {
     const int64_t hidden = model_.hidden, tokens = step_.tokens;
     const Range mine = team_.share(tokens);
+    for (int64_t i = 0; i < kShared * model_.count; ++i) shares_[i * team_.threads + team_.thread].taken = 0;
     for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) {
       _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
     }
@@ -54,7 +58,7 @@ class Pass {
   }
 
   void product(const Matrix &matrix, const Rows &input, const Output &output) {
-    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, taken_++,
+    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, next_shares(),
              [&](int64_t blocks) { prefetcher_.ask(blocks); });
     team_.wait();
   }
@@ -147,6 +151,12 @@ class Pass {
 
   int64_t tasks_of_token() const { return (heads_.keys + heads_at_once_ - 1) / heads_at_once_; }
 
+  Share *next_shares() {
+    Share *next = shares_;
+    shares_ += team_.threads;
+    return next;
+  }
+
   // Calls `function(token, head, count)` for this thread's part of the tokens from `first` to `last`.
   template <class Function>
   void for_heads(int64_t first, int64_t last, Function &&function) {
@@ -172,7 +182,7 @@ class Pass {
     for_heads(0, singles,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
 #ifdef __AMX_BF16__
-    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, taken_++);
+    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, &next_shares()->taken);
 #endif
     for_heads(singles, step_.tokens,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
@@ -180,11 +190,13 @@ class Pass {
 
 #ifdef __AMX_BF16__
   // Pieces of chunks, the last, which see most, first; whoever is done takes the next.
-  void attend_chunks(const Layer &layer, std::atomic<int64_t> *next) {
+  void attend_chunks(const Layer &layer, std::atomic<std::uint64_t> *next) {
     int64_t pieces = 0;
     for (int64_t span = 0; span < step_.spans; ++span) pieces += pieces_of(span);
     const int64_t heads = model_.keys, width = heads_.queries * model_.dim;
-    for (int64_t task; (task = next->fetch_add(1, std::memory_order_relaxed)) < pieces * heads;) {
+    for (;;) {
+      const auto task = static_cast<int64_t>(next->fetch_add(1, std::memory_order_relaxed));
+      if (task >= pieces * heads) return;
       int64_t piece = pieces - 1 - task / heads, span = 0;
       while (piece >= pieces_of(span)) piece -= pieces_of(span++);
       const int64_t token = step_.span_starts[span] + piece * kTokensAtOnce;
@@ -204,7 +216,7 @@ class Pass {
   const Step &step_;
   const Heads heads_;
   const bool tiles_;
-  std::atomic<int64_t> *taken_;  // of each product and each attention that follow: what was taken of it
+  Share *shares_;  // of each product and each attention that follow, one of each thread
   const int64_t heads_at_once_;  // KV heads of a token alone in its row
   KeyPrefetcher prefetcher_;
   Arena arena_;
@@ -223,26 +235,40 @@ int64_t asyncllm_features() { return kCompiledForTiles && may_use_tiles() ? 1 : 
 
 int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 
-int64_t asyncllm_workspace_bytes(const Decoder *model, const Step *step) {
+// `sampled`, here and below: null where nothing is wanted but what the layers leave.
+int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled *sampled) {
+  step->longest = 1 + *std::max_element(step->positions, step->positions + step->tokens);
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
-  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + 8 * kTaken * model->count + 64;
+  if (sampled) arena.take(logits_bytes(*sampled, step->threads));
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + shares_bytes(*model, *step);
 }
 
-// Returns what `run_team` does, as all functions that compute with several threads.
-double asyncllm_decode(const Decoder *model, const Step *step, int64_t tiles) {
+// Returns what `run_team` does, as all functions that compute with several threads; -1 where a table lacks a line.
+double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sampled, int64_t tiles) {
+  for (int64_t i = 0; i < step->tables_read; ++i) {
+    if (!step->lines[i].exist(step->tokens)) return -1.0;
+  }
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
-  auto *taken = reinterpret_cast<std::atomic<int64_t> *>(arena.at);
-  for (int64_t i = 0; i < kTaken * model->count; ++i) taken[i].store(0, std::memory_order_relaxed);
+  std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
+  auto *shares = arena.take<Share>(shares_bytes(*model, *step));
+  const auto compute = [&](const Team &team, bool by_tiles) {
+    for (int64_t i = 0; i < step->tables_read; ++i) step->lines[i].take(team.share(step->tokens));
+    team.wait();
+    Pass(team, *model, *step, by_tiles, shares).run();
+    if (!sampled || !sampled->count) return;
+    team.wait();  // the stream is whole
+    compute_logits(team, *step, *sampled, by_tiles, behind);
+  };
   return run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return Pass(team, *model, *step, true, taken).run();
+      return compute(team, true);
     }
 #endif
-    Pass(team, *model, *step, false, taken).run();
+    compute(team, false);
   });
 }
 
@@ -250,25 +276,10 @@ int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int
   return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
 }
 
-// out [rows] = lines of a table, of so many bytes each; 0 where a line is not one of the table's `count`.
-int64_t asyncllm_take_lines(const std::uint8_t *table, int64_t count, const int64_t *lines, int64_t rows, int64_t bytes,
-                            std::uint8_t *out) {
-  for (int64_t row = 0; row < rows; ++row) {
-    if (lines[row] < 0 || lines[row] >= count) return 0;
-    std::memcpy(out + row * bytes, table + lines[row] * bytes, bytes);
-  }
-  return 1;
-}
-
 // Numbers of (0, 1]; see kernels/cpu/draw.py.
 void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, const std::uint64_t *choice,
                       std::uint64_t stream, int64_t count, float *out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const auto low = [](std::uint64_t value) { return static_cast<std::uint32_t>(value); };
-    const std::uint32_t word = philox(low(position[i]), low(position[i] >> 32), low(choice[i]), low(stream),
-                                      low(seed[i]), low(seed[i] >> 32));
-    out[i] = (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;
-  }
+  for (int64_t i = 0; i < count; ++i) out[i] = uniform(seed[i], position[i], choice[i], stream);
 }
 
 // See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.

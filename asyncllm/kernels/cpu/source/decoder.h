@@ -25,6 +25,23 @@ struct Decoder {
   Heads heads() const { return {queries, keys, dim}; }
 };
 
+// Lines of a table, one for each token.
+struct Lines {
+  const std::uint8_t *table;
+  int64_t count;  // of the table's
+  int64_t bytes;  // of a line
+  const int64_t *chosen;
+  std::uint8_t *out;
+
+  bool exist(int64_t tokens) const {
+    return std::all_of(chosen, chosen + tokens, [&](int64_t line) { return line >= 0 && line < count; });
+  }
+
+  void take(Range tokens) const {
+    for (int64_t i = tokens.begin; i < tokens.end; ++i) std::memcpy(out + i * bytes, table + chosen[i] * bytes, bytes);
+  }
+};
+
 struct Step {
   int64_t tokens, singles;     // the first `singles` tokens are alone in their rows
   int64_t spans;               // chunks of neighbours: all other tokens
@@ -32,12 +49,14 @@ struct Step {
   const int64_t *rows, *positions;
   const int64_t *const *tables;  // of each cache group: [rows, table_width]
   int64_t table_width;
-  int64_t longest;            // keys of the row that has most
+  int64_t longest;            // keys of the row that has most: `asyncllm_workspace_bytes` looks
   int64_t reads_new;          // 1: tokens may see keys that this step writes for other rows
   const bf16 *cosine, *sine;  // [tokens, dim]
   bf16 *residual;             // [tokens, hidden], overwritten
   std::uint8_t *workspace;
   int64_t threads;
+  const Lines *lines;  // what of the above is taken from tables first
+  int64_t tables_read;
 };
 
 // Gives aligned pieces of a workspace, one behind the other.

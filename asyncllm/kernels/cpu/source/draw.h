@@ -18,6 +18,24 @@ inline __m512 logits_at(const float *logits, std::int64_t at, std::int64_t vocab
   return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), inside, logits + at);
 }
 
+// The first of the largest logits; -1 where one is not a number, or all are -inf.
+inline std::int64_t largest(const float *logits, std::int64_t vocabulary) {
+  __m512 most = _mm512_set1_ps(-INFINITY);
+  __m512i from = _mm512_setzero_si512();  // the first lane's token, of the vector that each lane's largest is in
+  __mmask16 odd = 0;
+  for (std::int64_t i = 0; i < vocabulary; i += kLanes) {
+    const __m512 values = logits_at(logits, i, vocabulary);
+    odd |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    const __mmask16 larger = _mm512_cmp_ps_mask(values, most, _CMP_GT_OQ);
+    most = _mm512_mask_mov_ps(most, larger, values);
+    from = _mm512_mask_mov_epi32(from, larger, _mm512_set1_epi32(static_cast<int>(i)));
+  }
+  const float best = _mm512_reduce_max_ps(most);
+  if (odd || !(best > -INFINITY)) return -1;
+  const __m512i tokens = _mm512_add_epi32(from, _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return _mm512_mask_reduce_min_epi32(_mm512_cmp_ps_mask(most, _mm512_set1_ps(best), _CMP_EQ_OQ), tokens);
+}
+
 inline std::int64_t draw(const float *logits, std::int64_t vocabulary, float temperature, float uniform, double *ends) {
   __m512 most = _mm512_set1_ps(-INFINITY);
   for (std::int64_t i = 0; i < vocabulary; i += kLanes) most = _mm512_max_ps(most, logits_at(logits, i, vocabulary));

@@ -50,14 +50,28 @@ struct Output {
   int64_t stride;        // elements of a row
   float factor = 1.0f;   // of what is stored in bfloat16
 
-  void take(int64_t row, int64_t column, __m512 value) const {
-    if (kind == kStore) {
+  template <Kind As>
+  void put(int64_t row, int64_t column, __m512 value) const {
+    if (As == kStore) {
       value = _mm512_mul_ps(value, _mm512_set1_ps(factor));
       return store_bf16(static_cast<bf16 *>(rows) + row * stride + column, value);
     }
     float *to = static_cast<float *>(rows) + row * stride + column;
-    if (kind == kAddFloat) value = _mm512_add_ps(value, _mm512_loadu_ps(to));
+    if (As == kAddFloat) value = _mm512_add_ps(value, _mm512_loadu_ps(to));
     _mm512_storeu_ps(to, value);
+  }
+
+  void take(int64_t row, int64_t column, __m512 value) const {
+    if (kind == kStore) return put<kStore>(row, column, value);
+    if (kind == kStoreFloat) return put<kStoreFloat>(row, column, value);
+    put<kAddFloat>(row, column, value);
+  }
+
+  // Asks for what is going to be added to: other threads have read it, or it has left the nearest cache.
+  void expect(int64_t row, int64_t column, int64_t count) const {
+    if (kind != kAddFloat) return;
+    const float *at = static_cast<const float *>(rows) + row * stride + column;
+    for (int64_t i = 0; i < count; i += kLanes) prefetch_to_write(at + i);
   }
 };
 
@@ -147,6 +161,10 @@ struct Rows {
   int64_t stride;  // bytes of a row
 
   const std::uint8_t *tile(int64_t row, int64_t group) const { return data + row * stride + group * 2 * kGroup; }
+
+  void expect(int64_t rows, int64_t group) const {
+    for (int64_t row = 0; row < rows; ++row) prefetch(tile(row, group));
+  }
 };
 
 // What a product gives for one block of a row: `gate` is that of the block before.

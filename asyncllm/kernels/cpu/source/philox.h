@@ -22,4 +22,12 @@ inline std::uint32_t philox(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2
   return c0;
 }
 
+// A number of (0, 1]; see kernels/cpu/draw.py.
+inline float uniform(std::uint64_t seed, std::uint64_t position, std::uint64_t choice, std::uint64_t stream) {
+  const auto low = [](std::uint64_t value) { return static_cast<std::uint32_t>(value); };
+  const std::uint32_t word =
+      philox(low(position), low(position >> 32), low(choice), low(stream), low(seed), low(seed >> 32));
+  return (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;
+}
+
 }  // namespace asyncllm

@@ -23,6 +23,9 @@ constexpr std::int64_t kTileBytes = 1024;  // of the matrix unit: 16 rows of 64
 // Into the nearest, or the next cache. Not the compiler's own function, which it leaves out with what only calls it.
 inline void prefetch(const void *line) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char *>(line))); }
 inline void prefetch_next(const void *line) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char *>(line))); }
+inline void prefetch_to_write(const void *line) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char *>(line)));
+}
 
 inline __m512 to_float(__m256i values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));

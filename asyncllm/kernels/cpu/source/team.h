@@ -52,6 +52,12 @@ struct Range {
   int64_t begin, end;
 };
 
+// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and by threads that are
+// done with theirs, from its end on. 0 before. Threads seldom look at those of others, which so stay in their caches.
+struct alignas(64) Share {
+  std::atomic<std::uint64_t> taken;
+};
+
 // One thread's view of its team.
 struct Team {
   int64_t thread, threads;
@@ -60,19 +66,33 @@ struct Team {
   void wait() const { barrier->wait(threads); }
 
   // This thread's part of `count` things that cost the same, and follow each other in memory.
-  Range share(int64_t count) const { return {count * thread / threads, count * (thread + 1) / threads}; }
+  Range share(int64_t count) const { return share(count, thread); }
 
-  // Calls `function(begin, end)` for pieces of `count` things: a part that is this thread's own, and then what nobody
-  // has taken yet of the rest. So a thread that others hold up for a while holds up the team less. `taken` is 0 before;
-  // null: all is shared out.
+  Range share(int64_t count, int64_t whose) const { return {count * whose / threads, count * (whose + 1) / threads}; }
+
+  // Calls `function(begin, end)` for pieces of this thread's share, of up to `piece` things, and then for what is left of
+  // the others' shares, one by one: a thread that others hold up for a while holds up the team less. `shares`, of each
+  // thread, are for this call alone; null: each thread has its share.
   template <class Function>
-  void divide(int64_t count, std::atomic<int64_t> *taken, Function &&function) const {
-    if (!taken || threads == 1) return function(share(count).begin, share(count).end);
-    const int64_t own = count * 3 / 4 / threads / 2 * 2, rest = count - own * threads;
-    if (own) function(own * thread, own * (thread + 1));
-    const int64_t piece = std::max<int64_t>(1, rest / (4 * threads));
-    for (int64_t at; (at = taken->fetch_add(piece, std::memory_order_relaxed)) < rest;) {
-      function(own * threads + at, std::min(own * threads + at + piece, count));
+  void divide(int64_t count, int64_t piece, Share *shares, Function &&function) const {
+    if (!shares || threads == 1) return function(share(count).begin, share(count).end);
+    const auto take = [&](int64_t whose, std::uint64_t what) {
+      const Range range = share(count, whose);
+      const std::uint64_t taken = shares[whose].taken.fetch_add(what, std::memory_order_relaxed);
+      const auto before = static_cast<int64_t>(taken & 0xffffffff), behind = static_cast<int64_t>(taken >> 32);
+      return Range{range.begin + before, range.end - behind};
+    };
+    for (;;) {
+      const Range left = take(thread, static_cast<std::uint64_t>(piece));
+      if (left.begin >= left.end) break;
+      function(left.begin, std::min(left.begin + piece, left.end));
+    }
+    for (int64_t i = 1; i < threads; ++i) {
+      for (;;) {
+        const Range left = take((thread + i) % threads, std::uint64_t{1} << 32);
+        if (left.begin >= left.end) break;
+        function(left.end - 1, left.end);
+      }
     }
   }
 };

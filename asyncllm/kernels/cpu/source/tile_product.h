@@ -1,9 +1,13 @@
 // Products of many rows by the processor's matrix unit (AMX), in bfloat16.
 //
-// Codes become bfloat16 in four or five instructions for 32 of them. They are multiplied and added to in float16, which
-// has 11 bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number
-// that makes the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by
-// `kRaise` before, so that no product of two numbers gets lost, and sums by what is missing afterwards.
+// Codes become bfloat16 in five instructions for 32 of them. They are multiplied and added to in float16, which has 11
+// bits; of these, 8 are kept by a shift of the exponent and the mantissa by three places: of a float16 number that makes
+// the bfloat16 one with the same exponent field, which is 2^112 times as small. Rows are multiplied by `kRaise` before,
+// so that no product of two numbers gets lost, and sums by what is missing afterwards.
+//
+// That takes longer than the matrix unit and than reading the weights, so instructions are chosen by the processor's
+// two ports for vectors: beside the matrix unit, one of them has shifts and all arithmetic, and a permutation of words
+// would take both.
 #pragma once
 
 #include "matrix.h"
@@ -26,10 +30,10 @@ inline __m512i multiply_add_half(__m512i a, __m512i b, __m512i c) {
   return a;
 }
 
-inline __m512i to_half(__m512i unsigned_words) {
-  __m512i halves;
-  asm("vcvtuw2ph %1, %0" : "=v"(halves) : "v"(unsigned_words));
-  return halves;
+inline __m512i subtract_half(__m512i a, __m512i b) {
+  __m512i difference;
+  asm("vsubph %2, %1, %0" : "=v"(difference) : "v"(a), "v"(b));
+  return difference;
 }
 
 // 16 numbers of 16 bits, each twice in its lane.
@@ -41,98 +45,99 @@ inline __m512i load_twice(const std::uint8_t *from) {
 // A block's weights as a tile: 16 rows of a pair of inputs of each feature.
 template <int Bits>
 inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
-  constexpr int kCodes = kFeatures * kGroup * Bits / 8, kRows = 16 / Bits;  // rows of a vector of codes
+  constexpr int kCodes = kFeatures * kGroup * Bits / 8, kFields = 8 / Bits;  // codes of a byte
   const __m512i scale = load_twice(block + kCodes), zero = load_twice(block + kCodes + 32);
   const __m512i kept = _mm512_set1_epi16(static_cast<short>(0x8fff));  // but for copies of the sign
-  alignas(64) static constexpr std::uint16_t kNumbers[16] = {  // in float16
-      0x0000, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700,
-      0x4800, 0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80};
-  const __m512i numbers = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i *)kNumbers));
+  // In float16, 1024, and 64: a code that is laid over the lowest bits, or over those above a code, is added to it.
+  const __m512i larger[] = {_mm512_set1_epi16(0x6400), _mm512_set1_epi16(0x5400)};
+  const __m512i field[] = {_mm512_set1_epi16((1 << Bits) - 1), _mm512_set1_epi16(15 << 4)};
 #pragma GCC unroll 8
   for (int vector = 0; vector < Bits; ++vector) {
-    const __m512i codes = _mm512_load_si512(block + 64 * vector);
+    const __m512i lower = _mm512_load_si512(block + 64 * vector), upper = _mm512_srli_epi16(lower, 8);
 #pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i shifted = row ? _mm512_srli_epi16(codes, Bits * row) : codes;
-      __m512i code;
-      if (Bits == 4)
-        code = _mm512_permutexvar_epi16(shifted, numbers);  // by the lowest 5 bits, of which one is another code's
-      else
-        code = to_half(row ? shifted : _mm512_and_si512(codes, _mm512_set1_epi16(255)));
+    for (int row = 0; row < 2 * kFields; ++row, tile += 64) {
+      const int place = row % kFields;
+      const __m512i codes = row < kFields ? lower : upper;
+      const __m512i sum = _mm512_ternarylogic_epi32(codes, field[place], larger[place], 0xea);  // (a & b) | c
+      const __m512i code = subtract_half(sum, larger[place]);
       const __m512i weight = _mm512_srai_epi16(multiply_add_half(code, scale, zero), 3);
-      _mm512_store_si512(tile + 64 * (kRows * vector + row), _mm512_and_si512(weight, kept));
+      _mm512_store_si512(tile, _mm512_and_si512(weight, kept));
     }
   }
 }
 
 constexpr int64_t kBlocksAhead = 8;  // that weights are asked for before they are read
+constexpr int64_t kGroupsAhead = 6;  // that rows are, where another thread has made them
 
 // The tile of a block: made in `room`, or where it is. Blocks of so many features are read beside each other.
+template <int Bits>
 inline const std::uint8_t *tile_of(const Matrix &w, int64_t block, int64_t group, int64_t beside, std::uint8_t *room) {
   const std::uint8_t *from = w.block(block, group);
   // behind the last block of these features come those of others, which are read at the same time
   const int64_t bytes = w.block_bytes();
   const int64_t skipped = group + kBlocksAhead < w.groups() ? 0 : (beside - 1) * w.groups() * bytes;
   prefetch_lines(from + kBlocksAhead * bytes + skipped, bytes);
-  if (w.bits == 16) return from;
-  w.bits == 4 ? put_tile<4>(room, from) : put_tile<8>(room, from);
+  if (Bits == 16) return from;
+  put_tile<Bits>(room, from);
   return room;
 }
 
-// What sums the tiles 0 to 3 hold. An instruction that adds to a tile waits for the one before that did.
-enum class Sums {
-  kFourBlocks,      // of 16 rows with four blocks of features
-  kHalvesOfGroups,  // of 16 rows with two blocks: of groups with even numbers, then of the others
-  kHalvesOfRows,    // of 32 rows with two blocks: of the first 16 rows, then of the others
-};
-
-// The sums become the product of up to 32 rows with two blocks of features, or four.
-template <Sums Kind>
-inline void finish_tiles(const Matrix &w, const Output &output, int64_t row, int64_t count, int64_t block,
-                         int64_t second, float *sums) {
+// Up to 16 rows of sums [Blocks, 16, 16] become the product with the features from `block` on, of which there may be
+// less than so many blocks.
+template <int Blocks, Output::Kind Kind>
+inline void finish_rows(const Matrix &w, const Output &output, int64_t row, int64_t rows, int64_t block,
+                        const float *sums) {
+  const int64_t blocks = std::min<int64_t>(Blocks, w.outputs / kFeatures - block);
   const __m512 factor = _mm512_set1_ps(sum_factor(w));
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + 256, 64);
-  _tile_stored(2, sums + 512, 64);
-  _tile_stored(3, sums + 768, 64);
-  for (int64_t pair = 0; pair < (Kind == Sums::kFourBlocks ? 2 : 1); ++pair, block += 2, second += 2, sums += 512) {
-    for (int64_t m = 0; m < count; ++m) {
-      const float *at = sums + (m / 16) * 512 + (m % 16) * 16;
-      __m512 left = _mm512_load_ps(at), right = _mm512_load_ps(at + 256);
-      if (Kind == Sums::kHalvesOfGroups) {
-        left = _mm512_add_ps(left, _mm512_load_ps(at + 512));
-        right = _mm512_add_ps(right, _mm512_load_ps(at + 768));
+  __m512 biases[Blocks] = {};
+  for (int64_t i = 0; w.bias && i < blocks; ++i) biases[i] = _mm512_loadu_ps(w.bias + (block + i) * kFeatures);
+  const bool gated = w.activation != kNone;
+  for (int64_t m = row; m < row + rows; ++m, sums += 16) {
+    for (int64_t i = 0; i < blocks; ++i) {
+      __m512 value = _mm512_fmadd_ps(_mm512_load_ps(sums + 256 * i), factor, biases[i]);
+      if (gated) {
+        const __m512 gate = activate(value, w.activation);
+        ++i;
+        value = _mm512_mul_ps(gate, _mm512_fmadd_ps(_mm512_load_ps(sums + 256 * i), factor, biases[i]));
       }
-      left = _mm512_mul_ps(left, factor);
-      right = _mm512_mul_ps(right, factor);
-      if (w.activation == kNone) finish(w, output, row + m, block, left, left);
-      if (second > block) finish(w, output, row + m, second, left, right);
+      output.put<Kind>(m, (gated ? (block + i) / 2 : block + i) * kFeatures, value);
     }
   }
 }
 
-// Tiles 0 to 3 += one group of inputs of 16 or 32 rows by tiles of weights.
-template <Sums Kind>
+// The sums in tiles 0 to 3 become the product of up to 16 rows with four blocks or two, or of up to 32 with two.
+template <int Blocks, int Tiles>
+inline void finish_tiles(const Matrix &w, const Output &output, int64_t row, int64_t rows, int64_t block,
+                         float *sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (Blocks * Tiles > 2) {
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+  }
+  const auto finish = output.kind == Output::kStore        ? finish_rows<Blocks, Output::kStore>
+                      : output.kind == Output::kStoreFloat ? finish_rows<Blocks, Output::kStoreFloat>
+                                                           : finish_rows<Blocks, Output::kAddFloat>;
+  finish(w, output, row, std::min<int64_t>(rows, 16), block, sums);
+  if (Tiles == 2 && rows > 16) finish(w, output, row + 16, rows - 16, block, sums + 512);
+}
+
+// Tiles 0 to 3 += one group of inputs of 16 or 32 rows by tiles of weights of four blocks of features or two.
+template <int Blocks, int Tiles>
 inline void multiply_tiles(const Rows &x, int64_t row, int64_t group, const std::uint8_t *const *tiles) {
   const std::uint8_t *from = x.tile(row, group);
-  _tile_loadd(6, tiles[0], 64);
-  _tile_loadd(7, tiles[1], 64);
-  if (Kind == Sums::kHalvesOfGroups && group % 2) {
-    _tile_loadd(5, from, x.stride);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    return;
-  }
   _tile_loadd(4, from, x.stride);
+  _tile_loadd(6, tiles[0], 64);
   _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, tiles[1], 64);
   _tile_dpbf16ps(1, 4, 7);
-  if (Kind == Sums::kFourBlocks) {
+  if (Blocks == 4) {
     _tile_loadd(6, tiles[2], 64);
     _tile_dpbf16ps(2, 4, 6);
     _tile_loadd(7, tiles[3], 64);
     _tile_dpbf16ps(3, 4, 7);
   }
-  if (Kind == Sums::kHalvesOfRows) {
+  if (Tiles == 2) {
     _tile_loadd(5, from + 16 * x.stride, x.stride);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
@@ -148,74 +153,75 @@ inline void zero_tiles() {
 
 inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / kGroup); }
 
-// Up to 32 rows: each tile of weights is used once, soon after it was made, but not at once: a tile's load would wait
-// for the stores.
-template <Sums Kind, class Between>
-inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, int64_t second,
-                          const Output &output, std::uint8_t *scratch, Between &&between) {
-  constexpr int64_t kBlocks = Kind == Sums::kFourBlocks ? 4 : 2;
-  constexpr int64_t kRoom = 8 / kBlocks, kBehind = kRoom / 2;  // groups
-  const int64_t groups = w.groups();
-  const std::uint8_t *tiles[kRoom][kBlocks];
+// Up to 32 rows, `cold` where this thread has not read them yet. Each tile of weights is used once, soon after it was
+// made, but not at once: a tile's load would wait for the stores.
+template <int Bits, int Blocks, int Tiles, class Between>
+inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t block, const Output &output,
+                          std::uint8_t *scratch, bool cold, Between &&between) {
+  constexpr int64_t kRoom = 8 / Blocks, kBehind = kRoom / 2;  // groups
+  const int64_t groups = w.groups(), last = w.outputs / kFeatures - 1;
+  const std::uint8_t *tiles[kRoom][Blocks];
   zero_tiles();
   for (int64_t group = 0; group < groups + kBehind; ++group) {
     if (group < groups) {
-      for (int64_t i = 0; i < kBlocks; ++i) {
-        const int64_t at = kBlocks == 4 || !i ? block + i : second;
-        tiles[group % kRoom][i] = tile_of(w, at, group, kBlocks, scratch + (group % kRoom * kBlocks + i) * kTileBytes);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < Blocks; ++i) {
+        std::uint8_t *room = scratch + (group % kRoom * Blocks + i) * kTileBytes;
+        tiles[group % kRoom][i] = tile_of<Bits>(w, std::min(block + i, last), group, Blocks, room);
       }
-      between(kBlocks);
+      if (cold && group + kGroupsAhead < groups) x.expect(rows, group + kGroupsAhead);
+      if (group < rows) output.expect(group, block * kFeatures, Blocks * kFeatures);
+      between(Blocks);
     }
     const int64_t ready = group - kBehind;
-    if (ready >= 0) multiply_tiles<Kind>(x, 0, ready, tiles[ready % kRoom]);
+    if (ready >= 0) multiply_tiles<Blocks, Tiles>(x, 0, ready, tiles[ready % kRoom]);
   }
-  finish_tiles<Kind>(w, output, 0, rows, block, second, reinterpret_cast<float *>(scratch + 8 * kTileBytes));
+  finish_tiles<Blocks, Tiles>(w, output, 0, rows, block, reinterpret_cast<float *>(scratch + 8 * kTileBytes));
 }
 
 // More rows, from `first` to `last`: a strip of weights is made once for all of them.
-inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t block, int64_t second,
+template <int Bits>
+inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t block,
                            const Output &output, std::uint8_t *scratch) {
-  const int64_t groups = w.groups();
+  const int64_t groups = w.groups(), second = std::min(block + 1, w.outputs / kFeatures - 1);
   auto *sums = reinterpret_cast<float *>(scratch + strip_bytes(w.inputs));
-  const bool made = w.bits < 16;
-  for (int64_t group = 0; group < groups && made; ++group) {
+  constexpr bool kMade = Bits < 16;
+  for (int64_t group = 0; group < groups && kMade; ++group) {
     std::uint8_t *room = scratch + 2 * kTileBytes * group;
-    tile_of(w, block, group, 2, room);
-    tile_of(w, second, group, 2, room + kTileBytes);
+    tile_of<Bits>(w, block, group, 2, room);
+    tile_of<Bits>(w, second, group, 2, room + kTileBytes);
   }
-  const std::uint8_t *left = made ? scratch : w.block(block, 0),
-                     *right = made ? scratch + kTileBytes : w.block(second, 0);
-  const int64_t step = made ? 2 * kTileBytes : kTileBytes;
+  const std::uint8_t *left = kMade ? scratch : w.block(block, 0),
+                     *right = kMade ? scratch + kTileBytes : w.block(second, 0);
+  const int64_t step = kMade ? 2 * kTileBytes : kTileBytes;
   for (int64_t row = first; row < last; row += 32) {
     zero_tiles();
     for (int64_t group = 0; group < groups; ++group) {
       const std::uint8_t *const tiles[] = {left + step * group, right + step * group};
-      multiply_tiles<Sums::kHalvesOfRows>(x, row, group, tiles);
+      multiply_tiles<2, 2>(x, row, group, tiles);
     }
-    const int64_t count = std::min<int64_t>(32, last - row);
-    finish_tiles<Sums::kHalvesOfRows>(w, output, row, count, block, second, sums);
+    finish_tiles<2, 2>(w, output, row, std::min<int64_t>(32, last - row), block, sums);
   }
 }
 
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
-// Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more.
-template <class Between>
+// Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more. What a unit's sums
+// are does not depend on the others.
+template <int Bits, class Between>
 inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t begin, int64_t end,
-                           const Output &output, std::uint8_t *scratch, Between &&between) {
-  const int64_t blocks = w.outputs / kFeatures, rows = last - first;
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t block = 2 * unit, second = std::min(block + 1, blocks - 1);
+                           const Output &output, std::uint8_t *scratch, bool cold, Between &&between) {
+  const int64_t rows = last - first;
+  for (int64_t unit = begin; unit < end; ++unit, cold = false) {
     if (first > 0 || rows > 32) {
       between(2 * w.groups());
-      multiply_strip(w, x, first, last, block, second, output, scratch);
+      multiply_strip<Bits>(w, x, first, last, 2 * unit, output, scratch);
     } else if (rows > 16) {
-      multiply_once<Sums::kHalvesOfRows>(w, x, rows, block, second, output, scratch, between);
-    } else if (unit + 1 < end && block + 4 <= blocks) {
-      multiply_once<Sums::kFourBlocks>(w, x, rows, block, second, output, scratch, between);
-      ++unit;
+      multiply_once<Bits, 2, 2>(w, x, rows, 2 * unit, output, scratch, cold, between);
+    } else if (unit + 1 < end) {
+      multiply_once<Bits, 4, 1>(w, x, rows, 2 * unit++, output, scratch, cold, between);
     } else {
-      multiply_once<Sums::kHalvesOfGroups>(w, x, rows, block, second, output, scratch, between);
+      multiply_once<Bits, 2, 1>(w, x, rows, 2 * unit, output, scratch, cold, between);
     }
   }
 }
@@ -223,13 +229,17 @@ inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_
 // Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                              std::uint8_t *scratch, std::atomic<int64_t> *taken, Between &&between) {
+                              std::uint8_t *scratch, Share *shares, Between &&between) {
   const int64_t units = (w.outputs / kFeatures + 1) / 2;
   const int64_t at_once = std::max<int64_t>(32, kRowBytes / x.stride / 32 * 32);
-  if (rows > at_once) taken = nullptr;  // which counts for some of the rows
+  if (rows > at_once) shares = nullptr;  // which count for some of the rows
+  const auto multiply = w.bits == 4   ? multiply_units<4, Between>
+                        : w.bits == 8 ? multiply_units<8, Between>
+                                      : multiply_units<16, Between>;
+  bool cold = true;
   for (int64_t first = 0; first < rows; first += at_once) {
-    team.divide(units, taken, [&](int64_t begin, int64_t end) {
-      multiply_units(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, between);
+    team.divide(units, 2, shares, [&](int64_t begin, int64_t end) {
+      multiply(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, cold, between);
     });
   }
 }
