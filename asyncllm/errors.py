@@ -31,7 +31,16 @@ AsyncLLMError
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
+
+
+def shown(thing: object, show: Callable[[object], str] = repr) -> str:
+    """A caller's object, such as an exception of a function of its own, as text. Never raises, as `show` itself may."""
+    try:
+        return show(thing)
+    except Exception:
+        return object.__repr__(thing)
 
 
 class AsyncLLMError(Exception):
@@ -104,7 +113,7 @@ class RequestFailed(RequestError):
     @classmethod
     def caused(cls, what: str, by: BaseException) -> Self:
         """`what` went wrong, because of an error that is no one's of ours."""
-        failure = cls(f"{what}: {by!r}")
+        failure = cls(f"{what}: {shown(by)}")
         failure.__cause__ = by
         return failure
 

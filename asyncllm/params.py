@@ -111,7 +111,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only these ids may be sampled."""
     bad_words: Sequence[str] = ()
-    """Texts that the output never holds: the last token of each is banned where the others have just come."""
+    """Texts whose tokens never come one after another, at the start of a text or after a space: the last one is banned
+    where the others have just come. Other tokens may spell the same."""
     seed: int | None = None
     """The draws are a function of (seed, choice, position); None draws a seed at submission."""
     max_tokens: int | None = None

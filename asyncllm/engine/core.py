@@ -304,9 +304,9 @@ class Core:
         request.queued = clock()
         mailbox.prompt = prepared.token_ids
         first = prepared.choices[0].sampling
+        mailbox.take_logprobs(prepared.logprobs, first)
         if prepared.max_tokens == 0 and first.prompt_logprobs is None:
             return self._live.end_unscheduled(request, FinishReason.LENGTH)
-        mailbox.take_logprobs(prepared.logprobs, first)
         ids = [request.id, *(next(self._ids) for _ in prepared.choices[1:])]
         branches = zip(self._live.begin(request, ids), prepared.choices, strict=True)
         for index, (branch, choice) in enumerate(branches):

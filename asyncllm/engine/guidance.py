@@ -73,8 +73,7 @@ class Guidance:
         self._work.start(branch.id, choice.guide)
         self._watch_work()
         request = branch.request
-        unheard = request.params.max_tokens == 0  # it runs for its prompt's sake: what is sampled is nobody's
-        if choice.hooks is not None and request.place is not None and not unheard:
+        if choice.hooks is not None and request.place is not None:
             seconds = self._turns.hook_timeout
             hooked = HookedRequest(choice.hooks, choice.sampling, choice.guide.prompt_tokens, seconds)
             driver = HookDriver(hooked, request.place, partial(self._bind, branch.id))

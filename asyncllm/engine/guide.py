@@ -32,7 +32,8 @@ class Guidelines:
     bad_sequences: BadSequences | None = None
     dry: DryHistory | None = None
     jumps: bool = True
-    """Forced tokens are not sampled; where the log-probability of each token is asked for, they must be."""
+    """Forced tokens are not sampled. They must be where log-probabilities are asked for: for each token, or for the
+    prompt's, which is not computed where the forced ones are all that comes."""
     tells_tokens: bool = False  # see `Word`
     end_ids: Collection[int] = ()  # with which the constraint marks an output that is complete
 

@@ -41,30 +41,38 @@ class GuideMaker:
     def make(
         self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int], sampling: RowSampling
     ) -> Sequence[Guide | None]:
-        """A guide for each choice; None where the host has nothing to say. Raises `RequestError`, also where its other
-        parameters leave nothing that a constraint begins with."""
+        """A guide for each choice; None where the host has nothing to say, or nobody gets what is sampled. Raises
+        `RequestError`, also where its other parameters leave nothing that a constraint begins with."""
         constraint = self._constraint(params, bad_words, prompt)
         sequences = BadSequences(bad_words.sequences) if bad_words.sequences else None
         dry = self._dry(params)
         if constraint is None and sequences is None and dry is None and not params.has_hooks:
             return [None] * params.n
-        jumps = params.logprobs is None and params.logprob_token_ids is None
+        told = (params.logprobs, params.logprob_token_ids, params.prompt_logprobs)
 
         def guide(own: Constraint | None) -> Guide:
             lines = Guidelines(
                 constraint=own,
                 bad_sequences=sequences,
                 dry=None if dry is None else DryHistory(dry),
-                jumps=jumps,
+                jumps=all(asked is None for asked in told),
                 tells_tokens=params.has_hooks,
                 end_ids=self._model.eos_token_ids,
             )
             return Guide(lines, prompt=prompt, sampling=sampling, vocab_size=self._model.facts.vocab_size)
 
+        scored, unheard = params.prompt_logprobs is not None, params.max_tokens == 0
+        if constraint is not None and (params.allowed_token_ids or params.bad_words or scored):
+            ends = guide(constraint.copy()).advance(()).adjustment is None
+            if ends and scored and not unheard:
+                raise InvalidParamsError(
+                    "prompt_logprobs with structured_output: nothing may come next, so nothing would be computed; "
+                    "max_tokens=0 scores the prompt alone"
+                )
+        if unheard:
+            return [None] * params.n
         if constraint is None:
             return [guide(None) for _ in range(params.n)]
-        if params.allowed_token_ids or params.bad_words:
-            guide(constraint.copy()).advance(())
         return [guide(constraint), *(guide(constraint.copy()) for _ in range(params.n - 1))]
 
     def _constraint(self, params: SamplingParams, bad_words: BadWords, prompt: Sequence[int]) -> Constraint | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from asyncllm.engine.guide import Guide, Word
 from asyncllm.engine.workers import THREADS
+from asyncllm.errors import shown
 
 PATIENCE = 0.001
 """Seconds after which `hurry` is due, for as long as guides are `behind`: some 50 words take as long."""
@@ -117,7 +118,7 @@ class GuideWork:
             except Exception as error:
                 word = error
             except BaseException as error:  # a panic in Rust is no Exception
-                word = RuntimeError(repr(error))
+                word = RuntimeError(shown(error))
             self._answers.append(Answer(request, word))
         if self._answers and not self._signalled:
             self._signalled = True

@@ -16,7 +16,7 @@ import numpy as np
 from asyncllm.engine.hook_place import HookPlace
 from asyncllm.engine.plan import Adjustment, Float32Array, RowLogits, RowSampling
 from asyncllm.engine.row_logits import adjusted_logits
-from asyncllm.errors import HookFailed, SamplingFailed
+from asyncllm.errors import HookFailed, SamplingFailed, shown
 from asyncllm.params import LogitsProcessor, OnToken
 
 _LARGEST = np.finfo(np.float32).max
@@ -117,8 +117,8 @@ class HookDriver:
             raise SamplingFailed
         for processor in self._hooks.processors:
             returned = await self._call("logits_processors", processor, list(said.token_ids), values)
-            if returned is not None:
-                values = checked_logits(returned, len(logits))
+            if returned is not None or values.shape != logits.shape or values.dtype != logits.dtype:
+                values = checked_logits(values if returned is None else returned, len(logits))
         if np.isnan(values).any() or not (values > -np.inf).any():
             raise HookFailed("logits_processors left no token: each logit is -inf, or one is not a number")
         # +inf means this token and no other; but less the largest logit, as the sampler has it, it is not a number
@@ -132,8 +132,8 @@ class HookDriver:
             raise
         except Exception as error:
             if limit.expired():
-                raise HookFailed(f"{name}: {function!r:.80} took more than {self._seconds:g} seconds") from error
-            raise HookFailed.caused(f"{name}: {function!r:.80} failed", error) from error
+                raise HookFailed(f"{name}: {shown(function)[:80]} took more than {self._seconds:g} seconds") from error
+            raise HookFailed.caused(f"{name}: {shown(function)[:80]} failed", error) from error
 
     async def _result(self, function: Callable[..., Any], *args: Any) -> Any:
         call = self._place.begin(function, *args)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncllm.engine.workers import on_own_thread
+from asyncllm.errors import shown
 
 
 class HookCall(Protocol):
@@ -106,7 +107,7 @@ class LoopCall:
         except Exception as error:
             self.result.set_exception(error)
         except BaseException as error:  # cancelled, or the host is about to leave: nothing to raise on our thread
-            self.result.set_exception(RuntimeError(repr(error)))
+            self.result.set_exception(RuntimeError(shown(error)))
             raise
 
 

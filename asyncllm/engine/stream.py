@@ -97,7 +97,11 @@ class TokenStream:
         if self._over:
             raise StopAsyncIteration
         if self._loop is None:
-            await self.start()
+            try:
+                await self.start()
+            except AsyncLLMError:
+                self._over = self._loop is not None  # else it was not submitted, and may be yet
+                raise
         delta: TokenDelta | None = None
         while delta is None:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

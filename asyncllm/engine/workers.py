@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from asyncllm.errors import shown
+
 Result = TypeVar("Result")
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -69,6 +71,6 @@ def on_own_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 def _caused(error: BaseException) -> RuntimeError:
-    failure = RuntimeError(repr(error))
+    failure = RuntimeError(shown(error))
     failure.__cause__ = error
     return failure

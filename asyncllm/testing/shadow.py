@@ -87,6 +87,7 @@ class _Launched:
     users: dict[int, set[int]] = field(default_factory=dict)  # block -> incarnations that read or write it
     written: list[int] = field(default_factory=list)  # blocks
     rows: list[int] = field(default_factory=list)
+    edited: list[int] = field(default_factory=list)  # rows with new entries in their block tables
 
 
 class ShadowDevice:
@@ -133,7 +134,7 @@ class ShadowDevice:
         self._edit_tables(plan)
         for source, destination in plan.copies.tolist():
             self._copy(source, destination, plan.step)
-        launched = _Launched(plan.step)
+        launched = _Launched(plan.step, edited=plan.tables.rows.tolist(), written=plan.copies[:, 1].tolist())
         if plan.late is not None:
             launched.late = LateTokens(plan.step, np.array(list(self._sample_late(plan.late, plan.step)), np.int32))
         works: list[_Work] = []
@@ -173,7 +174,7 @@ class ShadowDevice:
             launched = self._launched.pop()
             lost = np.array(sorted(set(launched.written)), dtype=np.int64)
             self._places[lost] = np.where(self._written[lost] >= step, POISON, self._places[lost])
-            for row in launched.rows:
+            for row in (*launched.rows, *launched.edited):
                 self._rows.pop(row, None)
         self._decode_rows = None
 

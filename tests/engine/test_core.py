@@ -513,6 +513,25 @@ async def test_many_commands_wake_the_loop_once_and_a_failed_call_is_made_good()
     assert (done[-1], calls) == (5, 3)
 
 
+async def test_a_prompt_whose_error_cannot_be_shown_fails_alone() -> None:
+    class Unshown(Exception):
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+        __str__ = __repr__
+
+    class Prompt(list[int]):
+        def __len__(self) -> int:
+            raise Unshown
+
+    hand = HandDriven()
+    refused = await hand.open(Prompt([5, 6]))
+    mailbox = await hand.open([5, 6])
+    assert "could not be prepared: " in str(refused.failure)
+    assert "Unshown object" in str(refused.failure)
+    assert mailbox.failure is None
+
+
 async def test_a_panic_while_preparing_fails_alone(tokenizer: Tokenizer) -> None:
     class Panic(BaseException):
         """As pyo3's, which is no Exception."""

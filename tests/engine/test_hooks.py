@@ -237,6 +237,33 @@ def time_out(*_: Any) -> None:
     raise TimeoutError("no idea")
 
 
+class Unshown(Exception):
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    __str__ = __repr__
+
+
+def fail_unshown(*_: Any) -> None:
+    raise Unshown
+
+
+class Nameless:
+    """A function that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    def __call__(self, *_: Any) -> None:
+        raise ValueError("no idea")
+
+
+def halve(token_ids: Sequence[int], logits: np.ndarray) -> None:
+    logits.resize((len(logits) // 2,), refcheck=False)
+
+
 def not_a_number(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
     return logits * np.nan
 
@@ -251,6 +278,9 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing left": (lambda token_ids, logits: logits.fill(-np.inf), "left no token"),
     "not a number": (not_a_number, "left no token"),
     "no array": (lambda token_ids, logits: "abc", "abc"),
+    "unshown": (fail_unshown, "Unshown object"),
+    "nameless": (Nameless(), "Nameless object.*no idea"),
+    "resized": (halve, r"shape \(512,\), got \(256,\)"),
     "too large": (lambda token_ids, logits: [10**400] * len(logits), "must return logits"),
 }
 

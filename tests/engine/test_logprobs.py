@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncllm import AsyncEngine, Completion, PositionLogprobs, SamplingParams
+from asyncllm import AsyncEngine, Completion, PositionLogprobs, SamplingParams, StructuredOutput
 from asyncllm.engine.logprob_reader import ManyLogprobs, token_text
+from asyncllm.errors import InvalidParamsError
 from asyncllm.testing.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 BASE: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_blocks": 64, "max_model_len": 256}
@@ -116,6 +117,40 @@ async def test_g12_a_prompt_may_be_scored_without_an_answer(folder: Path, refere
         assert [delta.token_ids for delta in deltas] == [()]
         statistics = engine.statistics()
         assert statistics.blocks_used == statistics.rows_used == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"n": 3}, {"max_tokens": 2}, {"max_tokens": 0}, {"stop": ["e"]}], ids=str)
+async def test_a_prompt_is_scored_where_all_that_follows_is_forced(
+    changes: dict[str, Any], folder: Path, reference: Any
+) -> None:
+    params: dict[str, Any] = {"structured_output": StructuredOutput(choice=["yes"]), "max_tokens": 9, **changes}
+    async with AsyncEngine(str(folder), **BASE) as engine:
+        forced = await engine.generate(PROMPT, SamplingParams(**params))
+        scored = await engine.generate(PROMPT, SamplingParams(**params, prompt_logprobs=1))
+        assert scored.choices == forced.choices
+    assert scored.prompt_logprobs is not None
+    assert scored.prompt_logprobs[0] is None
+    assert len(scored.prompt_logprobs) == len(PROMPT)
+    scores = reference(PROMPT)
+    for i, position in enumerate(scored.prompt_logprobs[1:]):
+        assert position is not None
+        check_position(position, scores[i], PROMPT[i + 1], 1)
+
+
+async def test_a_prompt_that_nothing_may_follow_is_scored_for_its_own_sake_only(folder: Path) -> None:
+    empty: dict[str, Any] = {"structured_output": StructuredOutput(regex="a?"), "allowed_token_ids": [5]}
+    async with AsyncEngine(str(folder), **BASE) as engine:
+        assert (await engine.generate(PROMPT, SamplingParams(**empty))).token_ids == ()
+        with pytest.raises(InvalidParamsError, match="prompt_logprobs with structured_output"):
+            await engine.generate(PROMPT, SamplingParams(**empty, prompt_logprobs=0))
+        scored = await engine.generate(PROMPT, SamplingParams(**empty, prompt_logprobs=0, max_tokens=0))
+        assert len(scored.prompt_logprobs or ()) == len(PROMPT)
+
+
+async def test_no_token_has_no_logprobs(folder: Path) -> None:
+    async with AsyncEngine(str(folder), **BASE) as engine:
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=0, logprobs=1))).logprobs == ()
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=0))).logprobs is None
 
 
 async def test_streamed_ones_are_those_collected(folder: Path) -> None:

@@ -15,6 +15,7 @@ from asyncllm.errors import (
     ConfigError,
     EngineClosed,
     EngineError,
+    EngineNotStarted,
     InvalidParamsError,
     InvalidPromptError,
     RequestFailed,
@@ -83,6 +84,26 @@ async def test_a_foreign_loop_is_refused_and_ends_nothing() -> None:
 
         await asyncio.to_thread(elsewhere)
         assert (await stream.result()).finish_reason == "length"
+
+
+async def test_a_refusal_is_told_once_to_who_reads() -> None:
+    async with AsyncEngine(ShadowModel()) as engine:
+        stream = engine.stream([])
+        with pytest.raises(InvalidPromptError, match="empty"):
+            await anext(stream)
+        assert [delta async for delta in stream] == []
+        with pytest.raises(InvalidPromptError, match="empty"):
+            await stream.result()
+        await stream.aclose()
+
+
+async def test_who_reads_too_early_may_try_again() -> None:
+    engine = AsyncEngine(ShadowModel())
+    stream = engine.stream([1, 2], SamplingParams(max_tokens=3))
+    with pytest.raises(EngineNotStarted):
+        await anext(stream)
+    async with engine:
+        assert sum([len(delta.token_ids) async for delta in stream]) == 3
 
 
 async def test_min_tokens_needs_an_id_that_does_not_stop() -> None:

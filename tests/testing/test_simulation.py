@@ -137,6 +137,37 @@ class Forgetful(Scheduler):
         super().__init__(replace(config, max_batched_tokens=2) if Forgetful.instances % 2 == 0 else config)
 
 
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fork_whose_copy_has_failed_fails_with_it(late: bool, run_ahead: int) -> None:
+    """Late ones have no other part in the step that copies: the host has not said its word."""
+    simulation = Simulation(replace(ROOMY, run_ahead=run_ahead), VOCABULARY)
+    sampling = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, late=late)
+    first = RequestSpec(
+        request=0,
+        token_ids=np.array([1, 2, 3, 4, 5, 6], np.int32),
+        sampling=sampling,
+        max_tokens=8,
+        min_tokens=0,
+        stop_token_ids=frozenset(),
+        arrival=0.0,
+    )
+    fork = replace(first, request=1, sampling=replace(sampling, choice=1), fork_of=0)
+    other = replace(first, request=2, token_ids=np.array([3, 3], np.int32))
+    simulation.add(first)
+    simulation.add(fork)
+    simulation.launch()
+    simulation.complete()
+    simulation.add(other)
+    plan = simulation.launch()
+    assert plan is not None
+    assert len(plan.copies) == 1
+    simulation.fail(plan.step)
+    assert simulation.requests[1].failed
+    assert simulation.requests[0].failed is not late  # it goes on in a block of its own
+    simulation.finish()
+
+
 def test_replay_finds_a_scheduler_that_is_not_deterministic() -> None:
     simulation = Simulation(ROOMY, VOCABULARY, Forgetful)
     simulation.add(next(random_specs(random.Random(3), 40)))

@@ -165,9 +165,10 @@ class StepExecutor:
 
 
 def _rows_of(plan: StepPlan) -> set[int]:
-    """All rows that a plan computes or samples."""
+    """All rows that a plan computes or samples, or gives blocks to: some of them it only copies to."""
     late = [] if plan.late is None else plan.late.rows.tolist()
-    return {*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks), *late}
+    computed = (*plan.decode_rows.tolist(), *(chunk.row for chunk in plan.chunks), *(f.row for f in plan.forks))
+    return {*computed, *late, *plan.tables.rows.tolist()}
 
 
 class CpuRunner:

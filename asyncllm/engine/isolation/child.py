@@ -44,7 +44,7 @@ from asyncllm.engine.isolation.messages import (
 from asyncllm.engine.isolation.outlet import ChildMailbox, Outlet
 from asyncllm.engine.isolation.remote_hooks import HookDesk, RemotePlace
 from asyncllm.engine.isolation.travel import ErrorReport, unpack
-from asyncllm.errors import ConfigError, EngineClosed, InvalidPromptError
+from asyncllm.errors import ConfigError, EngineClosed, InvalidPromptError, shown
 
 _ORPHANED = 1
 """The exit status of a child without a host."""
@@ -172,7 +172,7 @@ class Child:
         try:
             submission = unpack(message.submission)
         except Exception as error:
-            failure = InvalidPromptError(f"this request cannot be read in the engine's process: {error}")
+            failure = InvalidPromptError(f"this request cannot be read in the engine's process: {shown(error, str)}")
             return self._sender.send(Refused(message.number, ErrorReport.of(failure)))
         core = self._serving()
         place = None

@@ -24,7 +24,7 @@ from asyncllm.engine.isolation.messages import Abandon, Abort, Answer, Ask, Begi
 from asyncllm.engine.isolation.remote_hooks import without_functions
 from asyncllm.engine.isolation.remote_streams import RemoteStream, RemoteStreams
 from asyncllm.engine.isolation.travel import pack_plain
-from asyncllm.errors import AsyncLLMError, EngineClosed, InvalidPromptError
+from asyncllm.errors import AsyncLLMError, EngineClosed, InvalidPromptError, shown
 from asyncllm.results import FinishReason
 
 logger = logging.getLogger("asyncllm")
@@ -246,7 +246,7 @@ class Dispatcher:
         try:
             packed = pack_plain(replace(submission, params=without_functions(submission.params)))
         except Exception as error:
-            failure = InvalidPromptError(f"this request cannot be sent to the engine's process: {error}")
+            failure = InvalidPromptError(f"this request cannot be sent to the engine's process: {shown(error, str)}")
             failure.__cause__ = error
             return self._streams.fail([stream.number], lambda: failure)
         stream.submission = None
@@ -257,7 +257,7 @@ class Dispatcher:
         try:
             argument = pack_plain(question.argument)
         except Exception as error:
-            failure = InvalidPromptError(f"this cannot be sent to the engine's process: {error}")
+            failure = InvalidPromptError(f"this cannot be sent to the engine's process: {shown(error, str)}")
             failure.__cause__ = error
             return _settle(question.answer, error=failure)
         self._asked[question.number] = question

@@ -12,7 +12,7 @@ from asyncllm.engine.hook_driver import checked_logits
 from asyncllm.engine.hook_place import HookCall, HookPlace
 from asyncllm.engine.isolation.messages import CallHook, CancelHook, HookReturned
 from asyncllm.engine.isolation.travel import ErrorReport
-from asyncllm.errors import RequestFailed
+from asyncllm.errors import RequestFailed, shown
 from asyncllm.params import SamplingParams
 
 
@@ -41,10 +41,10 @@ def without_functions(params: SamplingParams) -> SamplingParams:
         structured = copy.copy(structured)
         object.__setattr__(structured, "model", None)
         object.__setattr__(params, "structured_output", structured)
-    processors = tuple(RemoteHook(i, f"{hook!r:.80}") for i, hook in enumerate(params.logits_processors))
+    processors = tuple(RemoteHook(i, shown(hook)[:80]) for i, hook in enumerate(params.logits_processors))
     object.__setattr__(params, "logits_processors", processors)
     if params.on_token is not None:
-        object.__setattr__(params, "on_token", RemoteHook(None, f"{params.on_token!r:.80}"))
+        object.__setattr__(params, "on_token", RemoteHook(None, shown(params.on_token)[:80]))
     return params
 
 
@@ -146,5 +146,5 @@ class HookedStream:
         """Where a function has raised what this says, that is its cause, and not a copy of it."""
         if isinstance(failure, RequestFailed) and self._raised is not None:
             cause = failure.__cause__
-            if cause is not None and repr(cause) == repr(self._raised):
+            if cause is not None and shown(cause) == shown(self._raised):
                 failure.__cause__ = self._raised

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from asyncllm import errors
-from asyncllm.errors import AsyncLLMError
+from asyncllm.errors import AsyncLLMError, shown
 
 _CHAIN = 5
 """Causes of causes that are told."""
@@ -95,8 +95,8 @@ class ErrorReport:
         cause = error.__cause__
         return cls(
             name=name,
-            text=_shown(str, error),
-            shown=_shown(repr, error),
+            text=shown(error, str),
+            shown=shown(error),
             packed=None if name is not None else _packed(error),
             stack="".join(traceback.format_tb(error.__traceback__)),
             cause=None if cause is None or chain == 0 else cls.of(cause, chain - 1),
@@ -120,20 +120,13 @@ class ErrorReport:
                 found = unpack(self.packed)
             except Exception:  # its class is not to be found here, or wants other arguments
                 found = None
-            if isinstance(found, BaseException) and _shown(repr, found) == self.shown:
+            if isinstance(found, BaseException) and shown(found) == self.shown:
                 return found
         return ForeignError(self.text, self.shown)
 
 
 def _is_ours(kind: type) -> bool:
     return issubclass(kind, AsyncLLMError) and getattr(errors, kind.__name__, None) is kind
-
-
-def _shown(show: Any, error: BaseException) -> str:
-    try:
-        return str(show(error))
-    except Exception:  # an exception of the host's that cannot even be shown
-        return object.__repr__(error)
 
 
 def _packed(error: BaseException) -> bytes | None:

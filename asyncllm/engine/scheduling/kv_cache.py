@@ -154,6 +154,7 @@ class KvCache:
             else:
                 draft.edit(due.group, due.request, due.index, (due.destination,))
                 draft.copies.append(BlockCopy(due.source, due.destination))
+                draft.copied.append(due.request)
         self._copies_due = [due for due in self._copies_due if due.step == draft.step]
 
     def _writable(self, block: int, draft: StepDraft) -> int:

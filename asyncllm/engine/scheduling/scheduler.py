@@ -298,7 +298,8 @@ class Scheduler:
             for block in launched.sources:
                 self.cache.pool.release(block)
             late = [sample.request for sample in launched.late]
-            for request in (*launched.row_map.requests, *launched.chunk_requests, *launched.forks, *late):
+            copied = [request for request in launched.copied if request.row is not None]  # else it begins anew
+            for request in (*launched.row_map.requests, *launched.chunk_requests, *launched.forks, *copied, *late):
                 if request.phase is not Phase.ENDED:
                     ended.append(request.id)
                     self._roster.end(request, None)

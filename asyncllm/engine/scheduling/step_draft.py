@@ -46,6 +46,7 @@ class LaunchedStep:
     finals: list[Request]  # it samples their last tokens
     borders: list[Request]
     forks: list[Request]
+    copied: list[Request]  # forked before: it fills blocks of theirs, and may compute nothing for them
     late: list[LateSample]  # in the order of the plan's rows
     late_decoding: int  # the first so many compute a position as well
     late_applied: bool  # the late tokens are in, or there are none
@@ -66,6 +67,7 @@ class StepDraft:
     edit_indices: list[int] = field(default_factory=list)  # counted from the request's first block
     edit_blocks: list[int] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    copied: list[Request] = field(default_factory=list)  # forked before, whose blocks copies fill
     chunks: list[Chunk] = field(default_factory=list)
     chunk_requests: list[Request] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
@@ -150,6 +152,7 @@ class StepDraft:
             finals=self.finals,
             borders=self.borders,
             forks=self.fork_requests,
+            copied=self.copied,
             late=[*self.late, *self.late_finals],
             late_decoding=len(self.late),
             late_applied=not self.late and not self.late_finals,

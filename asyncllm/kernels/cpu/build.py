@@ -200,9 +200,17 @@ def _turn(lock: Path, wanted: Callable[[], bool]) -> Iterator[None]:
             yield
         finally:
             if taken:
-                lock.unlink(missing_ok=True)  # before it is given back: who waits looks for the binary first
+                _give_back(descriptor, lock)
     finally:
         os.close(descriptor)
+
+
+def _give_back(descriptor: int, lock: Path) -> None:
+    """Unlock this file, and take it away before that: who waits looks for the binary first."""
+    with suppress(OSError):  # the kernels are there, whether it goes or not
+        lock.unlink()
+    with suppress(OSError):  # closing it would leave it to a copy of this process, made by a fork meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _take(descriptor: int) -> bool:

@@ -318,6 +318,37 @@ async def test_hooks_that_fail(engine: AsyncEngine) -> None:
     await settle(engine)
 
 
+class Unshown(Exception):
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    __str__ = __repr__
+
+
+def fail_unshown(*_: Any) -> None:
+    raise Unshown
+
+
+class Unsent(dict[str, Any]):
+    """A message that raises when it is packed."""
+
+    def items(self) -> Any:
+        """As dict has it."""
+        raise Unshown
+
+
+async def test_errors_that_cannot_be_shown() -> None:
+    async with AsyncEngine(ShadowModel(), isolation="process") as engine:
+        mate = asyncio.create_task(engine.generate([5], LONG))
+        with pytest.raises(HookFailed, match="Unshown object"):
+            await engine.generate([1], SamplingParams(on_token=fail_unshown))
+        with pytest.raises(InvalidPromptError, match=r"cannot be sent.*Unshown object"):
+            await engine.generate([Unsent()], GREEDY)
+        assert len((await mate).token_ids) == LONG.max_tokens
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_a_slow_hook_stalls_only_its_row_and_is_given_up(tokenizer: Tokenizer, is_async: bool) -> None:
     cancelled: list[bool] = []

@@ -97,6 +97,47 @@ def test_one_that_is_killed_keeps_nobody_waiting(quick: str, tmp_path: Path) -> 
     assert not [path for path in folder.iterdir() if path.suffix == ".lock"]
 
 
+def test_a_fork_of_one_keeps_nobody_waiting(quick: str, tmp_path: Path) -> None:
+    folder, forked = tmp_path / "kernels", tmp_path / "forked"
+    compiler, begun = counted(quick, tmp_path, seconds=0.5)
+    code = f"""
+import os, sys, threading, time
+from pathlib import Path
+from asyncllm.kernels.cpu.build import load_library
+compiling = threading.Thread(target=load_library, args=(Path(sys.argv[1]), sys.argv[2]))
+compiling.start()
+while not os.path.exists({str(begun)!r}):
+    time.sleep(0.01)
+if os.fork() == 0:
+    Path({str(forked)!r}).write_text(str(os.getpid()))
+    time.sleep(60)
+    os._exit(0)
+compiling.join()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder), compiler], cwd=ROOT)
+    try:
+        wait_for(forked.exists)
+        start = time.monotonic()
+        load_library(folder, compiler)
+        assert time.monotonic() - start < 20
+        assert begun.read_text(encoding="utf-8").count("x") == 1
+        assert process.wait(20) == 0
+    finally:
+        wait_for(lambda: forked.exists() and forked.read_text(encoding="utf-8") != "")
+        os.kill(int(forked.read_text(encoding="utf-8")), signal.SIGKILL)
+
+
+def test_a_lock_that_cannot_be_taken_away_does_no_harm(
+    quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    load_library(tmp_path / "kernels", quick)
+    load_library(tmp_path / "kernels", quick)
+
+
 def test_one_that_takes_too_long_is_waited_for_no_longer(
     quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
