@@ -259,14 +259,16 @@ def each_step(name: str, before: StepTimes, after: StepTimes) -> float:
 
 async def profile_decode(engine: AsyncEngine, config: ModelConfig, rows: int) -> StepProfile:
     """Steps of so many rows of some 300 tokens."""
-    output = 160 if rows > 8 else 600
+    output = 240 if rows > 64 else 600  # all through what follows, and not much longer
     load = Workload(
         name="profile", requests=rows, concurrency=rows, prompt_tokens=(240, 240), output_tokens=(output, output)
     )
     running = asyncio.create_task(measure_engine(engine, load, make_requests(load, config.vocab_size, seed=-2)))
     before = engine.statistics().tokens_generated
-    while engine.statistics().requests_running < rows or generated(engine, before) < 20 * rows:  # noqa: ASYNC110
+    while engine.statistics().requests_running < rows or generated(engine, before) < 20 * rows:
         await asyncio.sleep(0.005)
+        if running.done():
+            raise RuntimeError(f"{rows} rows were through before their steps were looked at")
     start, steps = await next_step(engine), engine.statistics().step_times.steps
     await asyncio.sleep(0.15)
     period = 1e6 * (await next_step(engine) - start) / (engine.statistics().step_times.steps - steps)
@@ -277,9 +279,11 @@ async def profile_decode(engine: AsyncEngine, config: ModelConfig, rows: int) ->
 
 
 async def next_step(engine: AsyncEngine) -> float:
-    """When the next step is over, within a millisecond."""
+    """When the next step is over, within a millisecond. Raises `RuntimeError` where none is run."""
     steps = engine.statistics().step_times.steps
-    while engine.statistics().step_times.steps == steps:  # noqa: ASYNC110
+    while engine.statistics().step_times.steps == steps:
+        if engine.statistics().requests_running == 0:
+            raise RuntimeError("no request runs whose next step could be looked at")
         await asyncio.sleep(0.001)
     return time.perf_counter()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm import EngineConfig
+from asyncllm import AsyncEngine, EngineConfig
 from asyncllm.testing.tiny_models import write_tiny_model
 from asyncllm.workloads import Workload
 from benchmarks import gpu, host, limits
@@ -114,3 +114,9 @@ def test_hosts_beside_a_tiny_model(folder: Path, tmp_path: Path, capsys: pytest.
     assert [[each["output_tokens"] for each in case["figures"]] for case in found["cases"].values()] == [[60]] * 3
     assert "thread, calm: 100% | decode3 | " in capsys.readouterr().out
     assert "spinning host" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_no_step_is_waited_for_that_never_comes(folder: Path) -> None:
+    async with AsyncEngine(folder, device="cpu", load_format="dummy", num_blocks=100) as engine:
+        with pytest.raises(RuntimeError, match="no request runs"):
+            await gpu.next_step(engine)
