@@ -11,10 +11,11 @@ from asyncllm.api.identifiers import identifier
 from asyncllm.api.protocol.fields import RequestFields, ResponseFormat, SamplingFields, StructuredFields
 from asyncllm.api.settings import ApiSettings
 from asyncllm.engine.async_engine import RequestOptions
-from asyncllm.params import SamplingParams
+from asyncllm.params import RepetitionDetection, SamplingParams
 from asyncllm.structured import StructuredOutput
 
-_SAME_NAME = tuple(name for name in SamplingFields.model_fields if name not in ("logit_bias", "top_k"))
+_CONVERTED = ("logit_bias", "top_k", "repetition_detection")
+_SAME_NAME = tuple(name for name in SamplingFields.model_fields if name not in _CONVERTED)
 
 
 def sampling_params(
@@ -26,6 +27,10 @@ def sampling_params(
         given["top_k"] = max(body.top_k, 0)
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.repetition_detection is not None:
+        given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
+    if body.logprob_token_ids and others.get("logprobs") is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     if n is not None and n > settings.max_choices:
         raise InvalidRequest(f"n may be at most {settings.max_choices} here, got {n}", param="n")
     limit = settings.max_tokens

@@ -90,6 +90,35 @@ async def test_g11_layouts_of_logprobs(tiny_app: Any) -> None:
     assert all(len(entries) == 1 for entries in logprobs["top_logprobs"])
 
 
+async def test_logprobs_of_named_tokens(tiny_app: Any) -> None:
+    named = {"logprob_token_ids": [70, 71], "max_tokens": 3, "ignore_eos": True}
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 2, **named}
+    choice = (await post(tiny_app, CHAT, body)).json["choices"][0]
+    assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [4, 4, 4]
+    last = [entry["top_logprobs"][2:] for entry in choice["logprobs"]["content"]]
+    assert len({tuple(each["token"] for each in entries) for entries in last}) == 1
+    logprobs = (await post(tiny_app, COMPLETIONS, {"prompt": "Hi", "logprobs": 0, **named})).json["choices"][0][
+        "logprobs"
+    ]
+    assert {each["token"] for each in last[0]} <= set(logprobs["top_logprobs"][0])
+    for path, unasked in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "Hi"})):
+        refused = await post(tiny_app, path, unasked | named)
+        assert refused.status == 400
+        assert refused.json["error"]["param"] == "logprob_token_ids"
+
+
+async def test_an_answer_that_repeats_itself_ends(tiny_app: Any) -> None:
+    body = {"messages": HI, "max_tokens": 50, "ignore_eos": True, "allowed_token_ids": [70]}
+    body["repetition_detection"] = {"max_pattern_size": 2, "min_count": 5}
+    answer = (await post(tiny_app, CHAT, body)).json
+    assert answer["usage"]["completion_tokens"] == 5
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    body["repetition_detection"] = {"max_pattern_size": 2, "min_pattern_size": 3}
+    refused = await post(tiny_app, CHAT, body)
+    assert refused.status == 400
+    assert "repetition_detection.min_pattern_size" in refused.json["error"]["message"]
+
+
 async def test_g12_scores_a_prompt(tiny_app: Any) -> None:
     prompt = "The capital of France is"
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}

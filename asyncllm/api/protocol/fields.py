@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from asyncllm.params import MAX_LOGPROB_IDS
+
 MAX_SEED, MIN_SEED = 2**64 - 1, -(2**63)
 INT32 = 2**31 - 1
 
@@ -33,6 +35,14 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Count = Annotated[int, Field(ge=0, le=INT32)]
+
+
+class RepetitionFields(Body):
+    """`RepetitionDetection`."""
+
+    max_pattern_size: Count
+    min_pattern_size: Count = 1
+    min_count: Count = 3
 
 
 class SamplingFields(Body):
@@ -66,6 +76,12 @@ class SamplingFields(Body):
     logit_bias: dict[str, float] | None = Field(default=None, description="Token ids, as text, to what is added.")
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], Field(max_length=256)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
+        default=None, description="Tokens whose log-probabilities are told beside the likeliest; needs logprobs."
+    )
+    repetition_detection: RepetitionFields | None = Field(
+        default=None, description="Ends an answer that repeats itself."
+    )
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     thinking_token_budget: Count | None = None
 
