@@ -111,7 +111,8 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """One for each prompt token, None for the first, where they were asked for."""
+    """One for each prompt token, None for the first, where they were asked for. Of a request that ended before its
+    prompt was computed (an abort, a deadline): of the tokens that were."""
 
     @property
     def text(self) -> str:
