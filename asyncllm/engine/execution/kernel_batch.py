@@ -38,7 +38,7 @@ class KernelBatchBuilder:
         """See `Builder`; it points into the arrays of `tokens`, and into the tables of `rows`."""
         lengths: Tensor | None = None
         if self._needs_lengths:
-            lengths = _lengths(tokens, rows)
+            lengths = tokens.lengths(rows)
         positions = torch.from_numpy(tokens.positions)
         starts = np.cumsum([tokens.singles, *(len(chunk.token_ids) for chunk in tokens.spans)])
         return ForwardBatch(
@@ -94,16 +94,12 @@ class DecodeRun:
         np.add(tokens.positions, 1, out=tokens.positions)
         tokens.ids[:] = self.token_ids[self._order]
         if lengths is not None:
-            lengths.copy_(_lengths(tokens, rows))
+            lengths.copy_(tokens.lengths(rows))
 
     def settle(self, rows: RowState) -> None:
         """Let the rows know what the last step has computed."""
         rows.position[self._tokens.rows] = self._tokens.positions + 1  # of equal rows the last, and largest, stays
         rows.last_token[self.sampled] = np.maximum(self.token_ids, 0)
-
-
-def _lengths(tokens: StepTokens, rows: RowState) -> Tensor:
-    return torch.from_numpy(np.maximum(rows.prompt_tokens[tokens.rows], tokens.positions + 1))
 
 
 def _places(tokens: StepTokens) -> Tensor | None:

@@ -50,6 +50,10 @@ class StepTokens:
     sampled: Int64Array  # [s] where the tokens are whose logits are needed, in the order of `StepOutputs`
     chunk_firsts: Int64Array  # [c] where the first token of each of the plan's chunks is
 
+    def lengths(self, rows: RowState) -> Tensor:
+        """[n] int64: how long the sequence of each is known to be, with its prompt."""
+        return torch.from_numpy(np.maximum(rows.prompt_tokens[self.rows], self.positions + 1))
+
 
 def lay_out_tokens(plan: StepPlan, rows: RowState) -> StepTokens:
     """The tokens that the plan computes."""
@@ -120,7 +124,7 @@ class BatchBuilder:
         self._clear_begun_blocks(tokens, rows.tables)
         lengths: Tensor | None = None
         if self._needs_lengths:
-            lengths = torch.from_numpy(np.maximum(rows.prompt_tokens[tokens.rows], tokens.positions + 1))
+            lengths = tokens.lengths(rows)
         return ForwardBatch(
             token_ids=torch.from_numpy(tokens.ids),
             positions=torch.from_numpy(tokens.positions),
