@@ -28,6 +28,7 @@ from asyncllm.params import SamplingParams
 from asyncllm.results import FinishReason
 from tests.engine.conftest import eventually
 from tests.engine.hand_runner import HandDriven, InlineExecutor, settle
+from tests.engine.unshown import Unshown
 
 
 class ConsumerLoop(asyncio.AbstractEventLoop):
@@ -514,12 +515,6 @@ async def test_many_commands_wake_the_loop_once_and_a_failed_call_is_made_good()
 
 
 async def test_a_prompt_whose_error_cannot_be_shown_fails_alone() -> None:
-    class Unshown(Exception):
-        def __repr__(self) -> str:
-            raise ZeroDivisionError
-
-        __str__ = __repr__
-
     class Prompt(list[int]):
         def __len__(self) -> int:
             raise Unshown

@@ -27,6 +27,7 @@ from asyncllm.params import RepetitionDetection
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.engine.conftest import settled
 from tests.engine.constraints import Rounds, constrained
+from tests.engine.unshown import fail_unshown
 
 VOCAB_SIZE = 512
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -235,19 +236,6 @@ def stop_iteration(*_: Any) -> None:
 
 def time_out(*_: Any) -> None:
     raise TimeoutError("no idea")
-
-
-class Unshown(Exception):
-    """Cannot be shown."""
-
-    def __repr__(self) -> str:
-        raise ZeroDivisionError
-
-    __str__ = __repr__
-
-
-def fail_unshown(*_: Any) -> None:
-    raise Unshown
 
 
 class Nameless:

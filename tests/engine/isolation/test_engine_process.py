@@ -43,6 +43,7 @@ from tests.engine.isolation.models import (
     child_of,
     never_loads,
 )
+from tests.engine.unshown import Unshown, fail_unshown
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=400)
@@ -316,19 +317,6 @@ async def test_hooks_that_fail(engine: AsyncEngine) -> None:
         await engine.generate([1], SamplingParams(on_token=fail))
     assert len((await engine.generate([5], GREEDY)).token_ids) == 20
     await settle(engine)
-
-
-class Unshown(Exception):
-    """Cannot be shown."""
-
-    def __repr__(self) -> str:
-        raise ZeroDivisionError
-
-    __str__ = __repr__
-
-
-def fail_unshown(*_: Any) -> None:
-    raise Unshown
 
 
 class Unsent(dict[str, Any]):
