@@ -92,6 +92,7 @@ def _gated_product_kernel(
     ring = (weights, xs, full, empty)
     row_tiles = (x_descriptor.shape[0] + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     column_tiles = (output_descriptor.shape[1] + COLUMNS - 1) // COLUMNS
+    # the arguments stand in each place: constants of a tuple that has a name are none any more
     if GROUPS == 2:
         gl.warp_specialize(
             [
