@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 
 @contextmanager
@@ -15,7 +18,8 @@ def mutant(
     module: ModuleType, folder: Path, right: str, wrong: str, user: ModuleType | None = None
 ) -> Iterator[ModuleType]:
     """The module with `right`, which its source has once, replaced by `wrong`; or a copy of `user`, which imports from
-    the module, that imports from that copy instead."""
+    the module, that imports from that copy instead. Memory that torch hands out meanwhile holds no number, where it
+    could hold the right results of the run before: a fault that leaves some unwritten is seen."""
     source = source_of(module)
     assert source.count(right) == 1, f"{source.count(right)} times in the source: {right}"
     with ExitStack() as copies:
@@ -25,7 +29,19 @@ def mutant(
             assert f"from {module.__name__} import" in source
             source = source.replace(f"from {module.__name__} import", f"from {copy.__name__} import")
             copy = copies.enter_context(copied(user, folder, source))
-        yield copy
+        with unwritten_memory_filled():
+            yield copy
+
+
+@contextmanager
+def unwritten_memory_filled() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a deterministic form: the filling alone is wanted
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def source_of(module: ModuleType) -> str:
