@@ -202,6 +202,13 @@ CROWDED = Case(
     sinks=True,
 )
 BACKWARDS = replace(CROWDED, backwards=True)
+# long prefixes of short sequences: the programs of the shared keys end last, on a GPU too, and merge
+HEADED = replace(
+    BACKWARDS,
+    sequences=tuple((500 + 3 * i, 1) for i in range(14)),
+    prefixes=(Prefix(tuple(range(1, 14)), 30),),
+    tilings=tilings(16, rows=16, share=30, least_blocks=1),
+)
 # short prefixes of long sequences: the programs of their own keys end last, on a GPU too, and merge
 TAILED = replace(
     SHARING,
@@ -211,7 +218,7 @@ TAILED = replace(
 
 
 @pytest.mark.parametrize(
-    "case", [SHARING, CROWDED, BACKWARDS, TAILED], ids=["sharing", "crowded", "backwards", "tailed"]
+    "case", [SHARING, CROWDED, BACKWARDS, HEADED, TAILED], ids=["sharing", "crowded", "backwards", "headed", "tailed"]
 )
 def test_common_prefixes_are_attended_once(case: Case, device: torch.device) -> None:
     check(case, device, torch.float32)
@@ -397,7 +404,7 @@ MORE_SHARING_FAULTS = [pytest.param(*fault, marks=pytest.mark.full) for fault in
 def test_planted_fault_of_sharing_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
     case = SHARING
     if any(word in right for word in ("is_last", "+ line, packed", "mate[None", "mask=ready")):
-        case = BACKWARDS
+        case = HEADED
     elif "mate * GROUP" in right:
         case = TAILED
     elif "tile_" in right or "splits" in right:
