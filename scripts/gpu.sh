@@ -4,6 +4,7 @@
 #   goals-8b goals-qwen   the workloads of both models, where the time of a step goes, and the check of their tokens
 #                         against a float32 model
 #   tests                 what only a GPU can test: kernels, the runner, whole engines
+#   faults                whether the tests of the kernels that only Hopper GPUs run find faults planted in them
 #   http                  chat streams of SmolLM2 and of Qwen3-0.6B over HTTP, of the latter beside the engine alone
 #                         (SMOLLM2: a folder of benchmarks.skeleton, or a GGUF file)
 #   limits                a prompt of 100,000 tokens, 1,000 requests at once, and the memory that comes back
@@ -21,7 +22,7 @@ cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,/^set/p' scripts/gpu.sh | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
 folder=$1
 shift
-[ $# -ge 1 ] || set -- goals-8b goals-qwen tests http limits host startup settings sampling attention
+[ $# -ge 1 ] || set -- goals-8b goals-qwen tests faults http limits host startup settings sampling attention
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 if [ -z "${PYTHON:-}" ]; then
@@ -62,6 +63,13 @@ gpu_tests() {
     return $status
 }
 
+# They are marked `full`, since each compiles a kernel of its own; other kernels' run under the interpreter too.
+planted_faults() {
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -p no:cacheprovider -p tests.cut_short --tb no -r fE -m full -k planted \
+        -n "$(nproc)" --dist worksteal --durations 5 \
+        tests/kernels/test_gated_linear.py tests/kernels/test_specialized_linear.py tests/kernels/test_specialized_attention.py
+}
+
 goals() {
     "$PYTHON" -m benchmarks.gpu "$1" --passes "${PASSES:-1}" --check --profile --output "$folder/gpu-$1.json"
 }
@@ -82,6 +90,7 @@ run() {
     goals-8b) goals llama-3.1-8b ;;
     goals-qwen) goals qwen3-0.6b ;;
     tests) gpu_tests ;;
+    faults) planted_faults ;;
     http) http ;;
     limits) "$PYTHON" -m benchmarks.limits llama-3.1-8b --output "$folder/limits.json" ;;
     host) both host ;;
@@ -96,7 +105,7 @@ seconds() {
     case $1 in
     goals-8b | host | attention) echo 300 ;;
     tests | settings) echo 480 ;;
-    goals-qwen | http | limits | sampling | startup) echo 240 ;;
+    goals-qwen | faults | http | limits | sampling | startup) echo 240 ;;
     *) return 1 ;;
     esac
 }

@@ -34,7 +34,7 @@ def test_every_stage_of_the_usage_runs_what_exists(tmp_path: Path) -> None:
     summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8").splitlines()
     usage = subprocess.run(["sh", ROOT / "scripts" / "gpu.sh"], capture_output=True, text=True, check=False).stderr
     assert all(line.split(":")[0] in usage for line in summary)
-    assert len(summary) == 10
+    assert len(summary) == 11
     said = (tmp_path / "out" / "goals-8b.txt").read_text(encoding="utf-8")
     assert said.startswith("python -m benchmarks.gpu llama-3.1-8b --passes 1 --check --profile --output ")
     assert "/a/folder" in (tmp_path / "out" / "http.txt").read_text(encoding="utf-8")

@@ -98,10 +98,10 @@ def test_equals_the_cpu(device: torch.device) -> None:
     torch.testing.assert_close(actual[0, :VOCABULARY].cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_joins(device: torch.device) -> None:
+def check_joins(module: ModuleType, device: torch.device) -> None:
     records, words = (each.to(device) for each in records_of(CASES))
     states = []
-    for function in (logit_adjustment.join_adjustments, logit_adjustment.join_adjustments_reference):
+    for function in (module.join_adjustments, module.join_adjustments_reference):
         state = joined([replace(CASES[4], seen=((1, 1),))] * 6, device)
         function(state, records, words)
         states.append(state)
@@ -109,8 +109,12 @@ def test_joins(device: torch.device) -> None:
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
 
 
-def test_drawn_tokens_are_counted(device: torch.device) -> None:
-    """Known and new ones, positions that are counted already, and rows that count nothing."""
+def test_joins(device: torch.device) -> None:
+    check_joins(logit_adjustment, device)
+
+
+def check_counts(module: ModuleType, device: torch.device) -> None:
+    """Known and new tokens, positions that are counted already, and rows that count nothing."""
     cases = [
         Case(duties=ADJUSTS | COUNTS, seen=SEEN, counted=50),
         Case(duties=ADJUSTS | COUNTS, seen=SEEN, counted=51),
@@ -123,8 +127,8 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
     for turn in range(3):
         ids = [299, 100 + turn % 2, 8, 8, 44 if turn else NO_TOKEN, 5]
         tokens = torch.tensor(ids, dtype=torch.int32, device=device)
-        logit_adjustment.count_tokens(states[0], tokens, where)
-        logit_adjustment.count_tokens_reference(states[1], tokens, where)
+        module.count_tokens(states[0], tokens, where)
+        module.count_tokens_reference(states[1], tokens, where)
         where.positions.add_(1)
     for name in ("fields", "seen", "seen_counts"):
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
@@ -132,6 +136,10 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
     assert states[0].seen[row, :6].tolist() == [7, 250, 8, 299, 100, 101]
     assert states[0].seen_counts[row, :6].tolist() == [2, 0, 1, 5, 2, 1]
     assert states[0].integers("num_seen")[row_of(4)] == 1
+
+
+def test_drawn_tokens_are_counted(device: torch.device) -> None:
+    check_counts(logit_adjustment, device)
 
 
 def test_draws_are_those_of_adjusted_logits(device: torch.device, dtype: torch.dtype) -> None:
@@ -177,3 +185,42 @@ def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device:
     with mutant(logit_adjustment, tmp_path, right, wrong) as module:
         actual, expected = adjust(module, CASES, logits)
         assert not torch.allclose(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("records + tl.program_id(0) * _WORDS", "records"),
+        ("fields + lines * rows + row", "fields + lines * rows + row + 1"),
+        ("_copy(biased + row.to(tl.int64) * most_biases", "_copy(biased + row.to(tl.int64) // 2 * most_biases"),
+        ("words, first + count, count, BLOCK)\n    count =", "words, first, count, BLOCK)\n    count ="),
+        ("_copy(seen_counts + row.to(tl.int64) * most_seen", "_copy(seen_counts + row.to(tl.int64)"),
+        ("tl.load(record + _FIRST_MASK), mask_words", "tl.load(record + _FIRST_MASK) + 1, mask_words - 1"),
+        ("tl.load(source + first + places,", "tl.load(source + first + places // 2,"),
+        ("start + tl.arange(0, BLOCK)\n        tl.store(target", "tl.arange(0, BLOCK)\n        tl.store(target"),
+    ],
+)
+def test_planted_fault_in_joins_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
+    with mutant(logit_adjustment, tmp_path, right, wrong) as module:
+        module._BLOCK = 2  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError):
+            check_joins(module, device)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(position < tl.load(counted + row))", "(position <= tl.load(counted + row))"),
+        ("if token < 0:", "if token < -9:"),
+        ("seen += row.to(tl.int64) * MOST_SEEN", "seen += row.to(tl.int64) // 2 * MOST_SEEN"),
+        ("places = start + tl.arange(0, BLOCK)\n        same", "places = tl.arange(0, BLOCK)\n        same"),
+        ("mask=places < count, other=-1)", "mask=places < count - 1, other=-1)"),
+        ("tl.where(is_new, count, place)", "tl.where(is_new, count - 1, place)"),
+        ("tl.store(counted + row, position + 1)", "tl.store(counted + row, position + 2)"),
+    ],
+)
+def test_planted_fault_in_counting_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
+    with mutant(logit_adjustment, tmp_path, right, wrong) as module:
+        module._BLOCK = 2  # type: ignore[attr-defined]
+        with pytest.raises(AssertionError):
+            check_counts(module, device)

@@ -98,6 +98,16 @@ FAULTS = [
     ("weight = weight * decay + part_weight * part_factor", "weight += part_weight"),
     ("gl.store(progress, 0)  # ready", "# ready"),
     ("line = gl.load(unit + 8) + WHICH * HALF", "line = gl.load(unit + 8)"),
+    ("gl.load(unit).to(gl.int64) * table_width", "gl.load(unit).to(gl.int64) // 2 * table_width"),
+    ("near = (gl.load(table + first)", "near = (gl.load(table + first // 2)"),
+    ("gl.minimum(first + 1, last)", "gl.minimum(first, last)"),
+    ("[near + plane_rows, 0]", "[near, 0]"),
+    ("[far + plane_rows, 0]", "[near + plane_rows, 0]"),
+    ("offset = (token + row // GROUP)", "offset = (token + row // (GROUP + 1))"),
+    ("QUERY_STRIDE + (head * GROUP + row % GROUP)", "QUERY_STRIDE + (head * GROUP)"),
+    ("target = (token + wide_row // GROUP)", "target = (token + wide_row // (GROUP + 1))"),
+    ("(2 * gl.load(unit + 14) + WHICH)", "(2 * gl.load(unit + 14) + 0 * WHICH)"),
+    ("sums = partial + lines[:, None] * DIM + gl", "sums = partial + lines[:, None] // 2 * DIM + gl"),
 ]  # fmt: skip
 
 
@@ -105,7 +115,7 @@ FAULTS = [
 @pytest.mark.full
 @pytest.mark.parametrize(("right", "wrong"), FAULTS, ids=range(len(FAULTS)))
 def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    case = SPLIT if "split" in right or "part" in right or "line" in right else PLAIN
+    case = SPLIT if any(word in right for word in ("split", "part", "line", "unit + 14")) else PLAIN
     with mutant(specialized_attention, tmp_path, right, wrong, user=paged_attention) as module:
         modules = Modules(attention=module)
         with pytest.raises(AssertionError):

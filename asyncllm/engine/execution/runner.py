@@ -57,7 +57,7 @@ class ModelFacts:
     groups: tuple[CacheGroup, ...]
     max_num_seqs: int  # rows
     max_batched_tokens: int  # positions that one step computes
-    memory_bytes: Mapping[str, int]  # by kind: weights, cache, workspace
+    memory_bytes: Mapping[str, int]  # by kind: weights, cache, workspace; graphs or copies
     dtype: str  # of weights and activations: "float32", "bfloat16", …
     device: str  # "cpu", "cuda:0", …
     mixed_chunk_tokens: int = 256  # prompt tokens that a step computes beside decoding rows for little more time
