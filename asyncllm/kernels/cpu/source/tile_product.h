@@ -42,6 +42,11 @@ inline __m512i load_twice(const std::uint8_t *from) {
   return _mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16));
 }
 
+// The upper byte of each word, in the place of the lower one; a shift would take the port that has all arithmetic.
+inline __m512i upper_bytes(__m512i words) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x3838282818180808), words);
+}
+
 // A block's weights as a tile: 16 rows of a pair of inputs of each feature.
 template <int Bits>
 inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
@@ -53,7 +58,7 @@ inline void put_tile(std::uint8_t *tile, const std::uint8_t *block) {
   const __m512i field[] = {_mm512_set1_epi16((1 << Bits) - 1), _mm512_set1_epi16(15 << 4)};
 #pragma GCC unroll 8
   for (int vector = 0; vector < Bits; ++vector) {
-    const __m512i lower = _mm512_load_si512(block + 64 * vector), upper = _mm512_srli_epi16(lower, 8);
+    const __m512i lower = _mm512_load_si512(block + 64 * vector), upper = upper_bytes(lower);
 #pragma GCC unroll 4
     for (int row = 0; row < 2 * kFields; ++row, tile += 64) {
       const int place = row % kFields;
@@ -168,7 +173,19 @@ inline void zero_tiles() {
   _tile_zero(3);
 }
 
-inline int64_t strip_bytes(int64_t inputs) { return 2 * kTileBytes * (inputs / kGroup); }
+inline void load_sums(const float *sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
+}
+
+inline void store_sums(float *sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
 
 // Up to 32 rows, `cold` where this thread has not read them yet. Each tile of weights is used once, soon after it was
 // made, but not at once: a tile's load would wait for the stores.
@@ -196,31 +213,47 @@ inline void multiply_once(const Matrix &w, const Rows &x, int64_t rows, int64_t 
   finish_tiles<Blocks, Tiles>(w, output, 0, rows, block, reinterpret_cast<float *>(scratch + 8 * kTileBytes));
 }
 
-// More rows, from `first` to `last`: a strip of weights is made once for all of them.
+// A piece of a strip of weights stays in the nearest cache, beside as much of 32 rows.
+constexpr int64_t kGroupsAtOnce = 9, kPieceBytes = 2 * kTileBytes * kGroupsAtOnce;
+
+// More rows, from `first` to `last`: a strip of weights is made once for all of them, piece by piece. Between pieces,
+// their sums are in memory.
 template <int Bits>
 inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_t last, int64_t block,
                            const Output &output, std::uint8_t *scratch) {
   const int64_t groups = w.groups(), second = std::min(block + 1, w.outputs / kFeatures - 1);
-  auto *sums = reinterpret_cast<float *>(scratch + strip_bytes(w.inputs));
   constexpr bool kMade = Bits < 16;
-  for (int64_t group = 0; group < groups && kMade; ++group) {
-    std::uint8_t *room = scratch + 2 * kTileBytes * group;
-    tile_of<Bits>(w, block, group, 2, room);
-    tile_of<Bits>(w, second, group, 2, room + kTileBytes);
-  }
-  const std::uint8_t *left = kMade ? scratch : w.block(block, 0),
-                     *right = kMade ? scratch + kTileBytes : w.block(second, 0);
-  const int64_t step = kMade ? 2 * kTileBytes : kTileBytes;
-  for (int64_t row = first; row < last; row += 32) {
-    zero_tiles();
-    for (int64_t group = 0; group < groups; ++group) {
-      const std::uint8_t *const tiles[] = {left + step * group, right + step * group};
-      multiply_tiles<2, 2>(x, row, group, tiles);
+  constexpr int64_t kStep = kMade ? 2 * kTileBytes : kTileBytes;
+  auto *sums = reinterpret_cast<float *>(scratch + kPieceBytes);
+  for (int64_t begin = 0; begin < groups; begin += kGroupsAtOnce) {
+    const int64_t end = std::min(begin + kGroupsAtOnce, groups);
+    for (int64_t group = begin; group < end && kMade; ++group) {
+      std::uint8_t *room = scratch + kStep * (group - begin);
+      tile_of<Bits>(w, block, group, 2, room);
+      tile_of<Bits>(w, second, group, 2, room + kTileBytes);
     }
-    finish_tiles<2, 2>(w, output, row, std::min<int64_t>(32, last - row), block, sums);
+    const std::uint8_t *left = kMade ? scratch : w.block(block, begin),
+                       *right = kMade ? scratch + kTileBytes : w.block(second, begin);
+    for (int64_t row = first; row < last; row += 32) {
+      float *of_rows = sums + (row - first) * 2 * kFeatures;
+      if (begin == 0)
+        zero_tiles();
+      else
+        load_sums(of_rows);
+      for (int64_t group = begin; group < end; ++group) {
+        const int64_t at = kStep * (group - begin);
+        const std::uint8_t *const tiles[] = {left + at, right + at};
+        multiply_tiles<2, 2>(x, row, group, tiles);
+      }
+      if (end < groups)
+        store_sums(of_rows);
+      else
+        finish_tiles<2, 2>(w, output, row, std::min<int64_t>(32, last - row), block, of_rows);
+    }
   }
 }
 
+constexpr int64_t kMostRows = 1024;     // that are multiplied with a strip
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
 // Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more. What a unit's sums
@@ -248,7 +281,7 @@ template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
                               std::uint8_t *scratch, Share *shares, Between &&between) {
   const int64_t units = (w.outputs / kFeatures + 1) / 2;
-  const int64_t at_once = std::max<int64_t>(32, kRowBytes / x.stride / 32 * 32);
+  const int64_t at_once = std::max<int64_t>(32, std::min(kMostRows, kRowBytes / x.stride / 32 * 32));
   if (rows > at_once) shares = nullptr;  // which count for some of the rows
   const auto multiply = w.bits == 4   ? multiply_units<4, Between>
                         : w.bits == 8 ? multiply_units<8, Between>
@@ -261,7 +294,7 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
   }
 }
 
-inline int64_t product_scratch_bytes(int64_t inputs) { return strip_bytes(inputs) + 12 * kTileBytes; }
+inline int64_t product_scratch_bytes(int64_t) { return kPieceBytes + 128 * kMostRows; }
 #else
 inline int64_t product_scratch_bytes(int64_t) { return 0; }
 #endif
