@@ -22,6 +22,7 @@ from asyncllm.kernels.cpu.decoder import (
     TableLines,
     takes_head,
 )
+from asyncllm.kernels.cpu.further import Advance, FurtherSteps
 from asyncllm.layers.attention import Attention, NormedAttention
 from asyncllm.layers.cpu_linear import CpuLinear
 from asyncllm.layers.cpu_product import KernelProduct
@@ -52,6 +53,7 @@ class KernelBatch:
     groups: tuple[TableBatch, ...]
     caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
     draws: Draws | None = None  # from the logits of the sampled tokens; None: nothing is drawn
+    further: FurtherSteps | None = None  # that the next call may compute behind this one
     described: DescribedStep | None = None  # once logits were computed
 
 
@@ -123,6 +125,15 @@ class KernelDecoder:
         """Whether the kernel makes logits, and draws from them."""
         return self._vocabulary is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a step's tokens and their positions are all that the next one's computation begins with."""
+        return self.has_head and self._turns is not None and not self._rotary.length_dependent
+
+    def further(self, advance: Advance, asked: int, told: int) -> FurtherSteps:
+        """Steps behind one that `goes_on`; see `FurtherSteps`."""
+        return FurtherSteps(self._kernel.library, advance, asked=asked, told=told)
+
     def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
         """What the embedding and all layers add up to."""
         described = self._describe(token_ids, batch, None)
@@ -180,7 +191,7 @@ class KernelDecoder:
             described.step.sine.copy_(rotation.sine[:, 0].view(torch.int16))
         elif self._rotary.length_dependent:
             described.turns.copy_(self._rotary.lines(batch.positions, lengths))
-        described.call()
+        described.call(batch.further)
 
 
 def _bits(lines: int, width: int) -> Tensor:

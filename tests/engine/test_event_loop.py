@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import time
 
@@ -63,3 +64,57 @@ def test_an_idle_loop_sleeps() -> None:
     assert passes[0] < 20
     assert time.thread_time() - cpu < 0.1
     loop.close()
+
+
+def test_what_runs_without_the_interpreter_wakes_it() -> None:
+    """A look is taken after each wake-up; timers and other threads' callbacks come as before."""
+    loop = EngineLoop()
+    looks = [0]
+    enough = asyncio.Event()
+
+    def look() -> None:
+        looks[0] += 1
+        if looks[0] >= 50:
+            enough.set()
+
+    async def main() -> None:
+        address = loop.watch(look)
+        if address is None:
+            return
+        post = ctypes.CDLL(None).sem_post  # gives the interpreter up, as a kernel that calls it has
+        poster = threading.Thread(target=lambda: [post(ctypes.c_void_p(address)) for _ in range(50)])
+        poster.start()
+        await enough.wait()
+        poster.join()
+        assert await loop.run_in_executor(None, lambda: "from a thread") == "from a thread"
+        start = time.monotonic()
+        await asyncio.sleep(0.05)
+        assert time.monotonic() - start >= 0.05
+        loop.unwatch(look)
+        seen = looks[0]
+        await asyncio.sleep(0.01)
+        assert looks[0] == seen
+
+    loop.run_until_complete(asyncio.wait_for(main(), 30))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def test_no_wake_up_is_lost_while_a_semaphore_takes_over() -> None:
+    for _ in range(50):
+        loop = EngineLoop()
+        _take_over(loop)
+        loop.close()
+
+
+def _take_over(loop: EngineLoop) -> None:
+    done = loop.create_future()
+    thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(done.set_result, None))
+
+    async def main() -> None:
+        thread.start()
+        loop.watch(lambda: None)
+        await done
+
+    loop.run_until_complete(asyncio.wait_for(main(), 30))
+    thread.join()

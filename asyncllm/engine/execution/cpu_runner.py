@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.engine.execution.cpu_embedder import TextFeatures
-from asyncllm.engine.execution.device_thread import Answer, DeviceThread
+from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.kernel_batch import DecodeRun, make_batch_builder
 from asyncllm.engine.execution.kv_cache import CacheLayout, copy_blocks
 from asyncllm.engine.execution.prompt_scores import PromptReader, extended
@@ -23,6 +23,7 @@ from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.execution.sampler import SampledRows, SamplerForm, processed, sample
 from asyncllm.engine.execution.step_batch import lay_out_tokens
 from asyncllm.engine.execution.step_outputs import lay_out_outputs
+from asyncllm.engine.execution.step_relay import BeginRun, StepRelay
 from asyncllm.engine.execution.token_scores import NO_SCORES, score_tokens
 from asyncllm.engine.plan import (
     NO_TOKEN,
@@ -36,6 +37,7 @@ from asyncllm.engine.plan import (
     StepResult,
 )
 from asyncllm.kernels.cpu.decoder import Draws
+from asyncllm.kernels.cpu.further import FurtherSteps
 from asyncllm.models.llama import Llama
 
 _NO_ROWS = np.zeros(0, np.int32)
@@ -58,9 +60,14 @@ class StepExecutor:
         """What computes the embedding of a text."""
         return TextFeatures(self._model, self._layout, self._cache.dtype, token_ids)
 
-    def execute(self, plan: StepPlan, tell_late: Callable[[LateTokens], object]) -> StepResult:
+    def execute(
+        self, plan: StepPlan, tell_late: Callable[[LateTokens], object], begin: BeginRun | None = None
+    ) -> StepResult:
         """Run a step; `tell_late` is called in the midst of it. After a failure its rows are broken, and fail every
-        step that needs them, until joined anew."""
+        step that needs them, until joined anew.
+
+        `begin` is asked, before a step of a run is computed, for those that may follow it without a call of their own.
+        """
         try:
             run, self._run = self._run, None
             if run is not None and not run.takes(plan):
@@ -69,12 +76,18 @@ class StepExecutor:
             self._broken_rows.difference_update([join.row for join in plan.joins])
             if self._broken_rows and (broken := self._broken_rows & _rows_of(plan)):
                 raise RuntimeError(f"an earlier step failed, and with it the state of rows {sorted(broken)}")
-            return self._execute(plan, run, tell_late)
+            return self._execute(plan, run, tell_late, begin)
         except BaseException:
             self._broken_rows |= _rows_of(plan)
             raise
 
-    def _execute(self, plan: StepPlan, run: DecodeRun | None, tell_late: Callable[[LateTokens], object]) -> StepResult:
+    def _execute(
+        self,
+        plan: StepPlan,
+        run: DecodeRun | None,
+        tell_late: Callable[[LateTokens], object],
+        begin: BeginRun | None,
+    ) -> StepResult:
         """`run`: of which the step is one more."""
         rows = self._rows
         for join in plan.joins:
@@ -84,7 +97,7 @@ class StepExecutor:
             copy_blocks(self._cache, plan.copies)
         if run is not None:
             run.advance(rows)
-            return self._draw(plan.step, run, goes_on=True)
+            return self._draw(plan.step, run, begin, goes_on=True)
         if plan.late is not None:
             tell_late(self._sample_late(plan.step, plan.late))
         if not plan.num_tokens:
@@ -97,7 +110,7 @@ class StepExecutor:
         batch = self._builder.build(tokens, rows, draws)
         if draws is not None:
             run = DecodeRun(plan.decode_rows, outputs.rows, tokens, batch, draws)
-            return self._draw(plan.step, run, goes_on=not plan.chunks and plan.late is None)
+            return self._draw(plan.step, run, begin, goes_on=not plan.chunks and plan.late is None)
         prompts: tuple[PromptLogprobs, ...] = ()
         if parts:
             reader, count = PromptReader(parts, tokens.chunk_firsts), len(tokens.sampled)
@@ -123,10 +136,16 @@ class StepExecutor:
         read = rows.keep([row for row, _ in outputs.kept], kept)
         return StepResult(plan.step, token_ids.astype(np.int32), scores, read)
 
-    def _draw(self, step: int, run: DecodeRun, *, goes_on: bool) -> StepResult:
+    def _draw(self, step: int, run: DecodeRun, begin: BeginRun | None, *, goes_on: bool) -> StepResult:
         """Compute a step, with the tokens that the model draws. It `goes_on` if the next one may be of its run."""
-        rows, sampled = self._rows, run.sampled
-        logits = self._model.forward(run.batch)
+        rows, sampled, decoder = self._rows, run.sampled, self._model.decoder
+        further: FurtherSteps | None = None
+        if begin is not None and goes_on and decoder is not None and decoder.goes_on:
+            further = begin(partial(run.further, decoder))
+        logits = run.forward(self._model, further)
+        if further is not None and further.done:
+            self._run = run
+            return StepResult(step, further.tokens[0].numpy())
         if NO_TOKEN in run.token_ids.tolist():  # of what is no number, `sample` knows what it counts as
             run.settle(rows)
             token_ids, _ = self._sample(logits, sampled, rows.sampling(sampled, rows.position[sampled]))
@@ -175,37 +194,28 @@ class CpuRunner:
     """A `Runner` over a `StepExecutor` and the thread it lives on."""
 
     def __init__(self, thread: DeviceThread, executor: StepExecutor) -> None:
+        """Called on the engine's loop."""
         self._thread = thread
         self._executor: StepExecutor | None = executor
+        self._relay = StepRelay(thread, executor.execute)
 
     def launch(self, plan: StepPlan) -> StepTicket:
         """See `Runner.launch`."""
-        if self._executor is None:
-            raise RuntimeError("the runner is closed")
-        late: Answer[LateTokens] | None = None if plan.late is None else Answer()
-        result = self._thread.submit(partial(_execute, self._executor, plan, late))
-        return StepTicket(result, None if late is None else late.future)
+        return self._relay.launch(plan)
 
     async def embed(self, token_ids: Int32Array) -> Float32Array:
         """See `Embeds.embed`."""
         if self._executor is None:
             raise RuntimeError("the runner is closed")
-        text = await self._thread.submit(partial(self._executor.text_features, token_ids))
-        while (features := await self._thread.submit(text.advance)) is None:
-            pass
-        return features
+        with self._relay.aside():
+            text = await self._thread.submit(partial(self._executor.text_features, token_ids))
+            while (features := await self._thread.submit(text.advance)) is None:
+                pass
+            return features
 
     async def aclose(self) -> None:
         """See `Runner.aclose`."""
-        self._executor = None  # launched steps hold it until they are done
+        self._executor = None
+        self._relay.close()
         await self._thread.aclose()
-
-
-def _execute(executor: StepExecutor, plan: StepPlan, late: Answer[LateTokens] | None) -> StepResult:
-    if late is None:
-        return executor.execute(plan, lambda tokens: None)
-    try:
-        return executor.execute(plan, late.succeed)
-    except BaseException as error:
-        late.fail(error)
-        raise
+        self._relay.forget()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +26,7 @@ class DeviceThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._closing = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=False)
@@ -47,9 +48,15 @@ class DeviceThread:
         """Call `function` after all calls before it; its result or exception arrives on the running loop."""
         if self._closing:
             raise RuntimeError("the device thread is closed")
-        call = _Call(function, Answer())
-        self._calls.put(call)
-        return call.answer.future
+        answer: Answer[T] = Answer()
+        self._calls.put(partial(_answer, function, answer))
+        return answer.future
+
+    def post(self, function: Callable[[], object]) -> None:
+        """The same for a function that raises nothing, and tells itself what comes of it."""
+        if self._closing:
+            raise RuntimeError("the device thread is closed")
+        self._calls.put(function)
 
     async def bring_up(self, function: Callable[[], T]) -> T:
         """As `submit`, for the call that the thread was made for: without its result the thread ends."""
@@ -77,7 +84,7 @@ class DeviceThread:
     def _run(self) -> None:
         with torch.inference_mode():
             while (call := self._calls.get()) is not None:
-                call.run()
+                call()
                 del call  # its result belongs to the caller: keep nothing while waiting
         self._ended.set_result(None)
 
@@ -91,38 +98,33 @@ class Answer(Generic[T]):
 
     def succeed(self, result: T) -> None:
         """From any thread. The first answer counts."""
-        self._resolve(_succeed, result)
+        self._resolve(succeed, result)
 
     def fail(self, error: BaseException) -> None:
         """From any thread. The first answer counts."""
-        self._resolve(_fail, error)
+        self._resolve(fail, error)
 
     def _resolve(self, resolve: Callable[[asyncio.Future[Any], Any], None], value: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(resolve, self.future, value)
 
 
-class _Call:
-    """A function to call and the answer that its result is."""
-
-    def __init__(self, function: Callable[[], Any], answer: Answer[Any]) -> None:
-        self._function = function
-        self.answer = answer
-
-    def run(self) -> None:
-        try:
-            result = self._function()
-        except BaseException as error:
-            self.answer.fail(error)
-        else:
-            self.answer.succeed(result)
+def _answer(function: Callable[[], T], answer: Answer[T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        answer.fail(error)
+    else:
+        answer.succeed(result)
 
 
-def _succeed(future: asyncio.Future[Any], result: Any) -> None:
+def succeed(future: asyncio.Future[T], result: T) -> None:
+    """On the future's loop. The first answer counts."""
     if not future.done():
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """The same."""
     if not future.done():
         future.set_exception(error)

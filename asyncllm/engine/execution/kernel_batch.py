@@ -13,7 +13,8 @@ from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.step_batch import BatchBuilder, StepTokens
 from asyncllm.engine.plan import Int32Array, StepPlan
 from asyncllm.kernels.cpu.decoder import Draws
-from asyncllm.layers.kernel_decoder import KernelBatch, TableBatch
+from asyncllm.kernels.cpu.further import Advance, FurtherSteps
+from asyncllm.layers.kernel_decoder import KernelBatch, KernelDecoder, TableBatch
 from asyncllm.models.forward_batch import ForwardBatch
 from asyncllm.models.llama import Llama
 
@@ -81,7 +82,17 @@ class DecodeRun:
         self.token_ids: Int32Array = draws.token_ids.numpy()  # that the last step has drawn
         self._decode_rows = decode_rows
         self._tokens = tokens
-        self._order = tokens.sampled.argsort()  # of the batch's tokens: where in `token_ids` is what follows them
+        self._order = tokens.sampled.argsort().astype(
+            np.int64
+        )  # of the batch's tokens: where in `token_ids` is what follows them
+
+    def further(self, decoder: KernelDecoder, asked: int, told: int) -> FurtherSteps:
+        """So many steps of it, the next among them, and those that are asked for in time: they advance by themselves.
+        `told`: see `FurtherSteps`."""
+        assert self.batch.layers is not None
+        order = torch.from_numpy(self._order)
+        advance = Advance(self.batch.token_ids, self.batch.layers.positions, order, len(self.sampled))
+        return decoder.further(advance, asked, told)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the next step is one of them."""
@@ -95,6 +106,12 @@ class DecodeRun:
         tokens.ids[:] = self.token_ids[self._order]
         if lengths is not None:
             lengths.copy_(tokens.lengths(rows))
+
+    def forward(self, model: Llama, further: FurtherSteps | None) -> Tensor:
+        """Compute the step, and `further` ones behind it. Returns the last one's logits."""
+        assert self.batch.layers is not None
+        self.batch.layers.further = further
+        return model.forward(self.batch)
 
     def settle(self, rows: RowState) -> None:
         """Let the rows know what the last step has computed."""

@@ -56,8 +56,10 @@ _POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]] | None, tuple[type[ctypes._SimpleCData[Any]], ...]]] = {
     "features": (_COUNT, ()),
     "takes_head": (_COUNT, (_COUNT,)),
-    "workspace_bytes": (_COUNT, (_POINTER, _POINTER, _POINTER)),
-    "decode": (_NUMBER, (_POINTER, _POINTER, _POINTER, _COUNT)),
+    "workspace_bytes": (_COUNT, (_POINTER, _POINTER, _POINTER, _COUNT)),
+    "decode": (_NUMBER, (_POINTER, _POINTER, _POINTER, _COUNT, _POINTER)),
+    "ask": (_COUNT, (_POINTER,)),
+    "end": (None, (_POINTER,)),
     "product_workspace_bytes": (_COUNT, (_POINTER, _COUNT, _COUNT)),
     "product": (
         _NUMBER,

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.further import MOST_STEPS, FurtherSteps
 from asyncllm.kernels.cpu.matrix import KernelMatrix, MatrixStruct, aligned
+from asyncllm.kernels.cpu.team import TeamTime
 
 _NO_WINDOW = 1 << 40
 
@@ -187,21 +190,28 @@ class DecoderCall:
         )
         self._kind = (id(kernel), len(step.residual), len(step.span_starts), outputs is None)
 
-    def __call__(self) -> None:
-        """Compute it. The interpreter is given up once. Raises IndexError for a line that a table does not have."""
+    def __call__(self, further: FurtherSteps | None = None) -> None:
+        """Compute it, and `further` steps, each of which draws as many tokens. The interpreter is given up once.
+
+        Raises IndexError for a line that a table does not have. A further step whose token has none, or that draws a
+        token that is none, is left as if it had not begun.
+        """
         kernel = self._kernel
         kernel.point_to(self._addresses, self._step.windows)
         kernel.decoder.block_size = self._block_size
-        kernel.library.team.run(self._decode, self._kind)
+        kernel.library.team.run(partial(self._decode, further), self._kind)
 
-    def _decode(self, threads: int) -> float:
+    def _decode(self, further: FurtherSteps | None, threads: int) -> TeamTime:
         kernel, described = self._kernel, self._described
+        library = kernel.library
         described.threads = threads
-        described.workspace = kernel.workspace(kernel.library.short.asyncllm_workspace_bytes(*self._arguments))
-        lost: float = kernel.library.functions.asyncllm_decode(*self._arguments, kernel.library.tiles)
+        most = 1 if further is None else further.limit(1 if library.team.tries else MOST_STEPS)
+        described.workspace = kernel.workspace(library.short.asyncllm_workspace_bytes(*self._arguments, most))
+        asked = None if further is None else further.address
+        lost: float = library.functions.asyncllm_decode(*self._arguments, library.tiles, asked)
         if lost < 0:
             raise IndexError("a token has a line that is not one of its table's")
-        return lost
+        return TeamTime(lost, 1 if further is None else max(1, further.done))
 
 
 class _LayerStruct(ctypes.Structure):

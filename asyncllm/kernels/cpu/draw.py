@@ -7,6 +7,7 @@ from torch import Tensor
 
 from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import aligned
+from asyncllm.kernels.cpu.team import TeamTime
 
 _TILE = 256
 """`kDrawTile` of the source."""
@@ -23,7 +24,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
     rows, vocabulary = logits.shape
     found = torch.empty(rows, dtype=torch.int64)
 
-    def draw(threads: int) -> float:
+    def draw(threads: int) -> TeamTime:
         threads = min(threads, max(1, rows))
         ends = aligned(8 * threads * (vocabulary // _TILE + 1))
         lost: float = library.functions.asyncllm_draw(
@@ -36,7 +37,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
             ends.data_ptr(),
             threads,
         )
-        return lost
+        return TeamTime(lost)
 
     library.team.run(draw)
     return found

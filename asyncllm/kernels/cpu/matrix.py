@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncllm.kernels.cpu.build import Library
+from asyncllm.kernels.cpu.team import TeamTime
 
 GROUP = 32
 """Input features that share a scale and a zero, and of which a matrix has a multiple."""
@@ -149,7 +150,7 @@ def kernel_product(
         return out
     functions, struct = library.functions, ctypes.byref(matrix.struct)
 
-    def multiply(threads: int) -> float:
+    def multiply(threads: int) -> TeamTime:
         workspace = aligned(functions.asyncllm_product_workspace_bytes(struct, rows, threads))
         lost: float = functions.asyncllm_product(
             struct,
@@ -163,7 +164,7 @@ def kernel_product(
             threads,
             library.tiles,
         )
-        return lost
+        return TeamTime(lost)
 
     library.team.run(multiply, (matrix.outputs, matrix.inputs, matrix.bits, rows))
     return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.6
 """Seconds between trials: twice as many after each that changed nothing."""
 _MOST_KINDS = 1000
 """Kinds of calls whose averages are kept; before there are more, all are forgotten."""
+
+
+class TeamTime(NamedTuple):
+    """How a team's time was."""
+
+    lost: float  # the share that threads have waited for one that did not run, from 0 to 1
+    times: int = 1  # that the same was computed one after the other
 
 
 @dataclass(slots=True)
@@ -54,26 +62,32 @@ class TeamSize:
     _pause: float = _FIRST_PAUSE
     _next_trial: float = 0.0
 
-    def run(self, kernel: Callable[[int], float], kind: Hashable = None) -> None:
-        """Call `kernel` with a number of threads; it returns the share of its time that they have lost, from 0 to 1.
+    @property
+    def tries(self) -> bool:
+        """Whether a trial goes on: whoever computes much at once does less."""
+        return self._trial is not None
 
-        Calls of one `kind` have as much to do; those without one tell nothing.
+    def run(self, kernel: Callable[[int], TeamTime], kind: Hashable = None) -> None:
+        """Call `kernel` with a number of threads.
+
+        What calls of one `kind` compute takes the same time; those without one tell nothing.
         """
         trial = self._trial
         halvings = self._halvings if trial is None else trial.halvings
         start = self.clock()
-        lost = kernel(max(1, torch.get_num_threads() >> halvings))
+        took = kernel(max(1, torch.get_num_threads() >> halvings))
         if kind is not None and trial is self._trial:  # else another thread's call has begun or ended one
-            self._note(trial, kind, lost, self.clock() - start)
+            self._note(trial, kind, took, (self.clock() - start) / took.times)
 
-    def _note(self, trial: _Trial | None, kind: Hashable, lost: float, seconds: float) -> None:
+    def _note(self, trial: _Trial | None, kind: Hashable, took: TeamTime, seconds: float) -> None:
         if trial is not None:
             self._compare(trial, kind, seconds)
             return
         if len(self._seconds) >= _MOST_KINDS:
             self._seconds.clear()
-        self._seconds[kind] = seconds + (1.0 - _WEIGHT) * (self._seconds.get(kind, seconds) - seconds)
-        self._lost += _WEIGHT * (lost - self._lost)
+        before = (1.0 - _WEIGHT) ** took.times
+        self._seconds[kind] = seconds + before * (self._seconds.get(kind, seconds) - seconds)
+        self._lost = took.lost + before * (self._lost - took.lost)
         if self.clock() < self._next_trial:
             return
         if self._lost > _LOST:

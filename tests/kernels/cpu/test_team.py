@@ -11,7 +11,7 @@ import torch
 
 from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import KernelMatrix, aligned, kernel_product, pack_bfloat16
-from asyncllm.kernels.cpu.team import TeamSize
+from asyncllm.kernels.cpu.team import TeamSize, TeamTime
 
 
 class Machine:
@@ -25,10 +25,10 @@ class Machine:
         """The sizes of the teams, of eight threads, that so many steps of two kinds were computed by."""
         sizes: list[int] = []
 
-        def kernel(threads: int, seconds: float) -> float:
+        def kernel(threads: int, seconds: float) -> TeamTime:
             sizes.append(threads)
             self.now += seconds / (1.0 + (threads - 1) * self.team_speed)
-            return self.lost if threads > 1 else 0.0
+            return TeamTime(self.lost if threads > 1 else 0.0)
 
         for _ in range(calls):
             self.team.run(lambda threads: kernel(threads, 0.008), "layers")
@@ -74,7 +74,7 @@ def test_a_trial_of_other_calls_is_given_up() -> None:
     machine = Machine(-0.1, lost=0.9)
     assert machine.run(2)[-1] == 4
     for kind in range(220):  # none of which was before
-        machine.team.run(lambda threads: 0.9, kind)
+        machine.team.run(lambda threads: TeamTime(0.9), kind)
     assert machine.run(1)[0] == 8
 
 
@@ -82,10 +82,10 @@ def test_a_call_from_before_a_trial_is_no_part_of_it() -> None:
     """Of another engine of the process."""
     machine = Machine(-0.1, lost=0.9)
 
-    def kernel(threads: int) -> float:
+    def kernel(threads: int) -> TeamTime:
         assert machine.run(2)[-1] == 4  # a trial
         machine.now += 100.0
-        return 0.9
+        return TeamTime(0.9)
 
     machine.team.run(kernel, "layers")
     assert max(machine.run(8)) == 4
@@ -94,7 +94,7 @@ def test_a_call_from_before_a_trial_is_no_part_of_it() -> None:
 def test_kinds_are_forgotten_before_they_are_many() -> None:
     machine = Machine(0.9, lost=0.0)
     for kind in range(2500):
-        machine.team.run(lambda threads: 0.0, kind)
+        machine.team.run(lambda threads: TeamTime(0.0), kind)
         assert len(machine.team._seconds) <= 1000
 
 
@@ -106,8 +106,8 @@ def test_threads_without_a_processor_are_told(library: Library) -> None:
     told: list[float] = []
 
     class Noted(TeamSize):
-        def _note(self, trial: object, kind: object, lost: float, seconds: float) -> None:
-            told.append(lost)
+        def _note(self, trial: object, kind: object, took: TeamTime, seconds: float) -> None:
+            told.append(took.lost)
 
     noted = replace(library, team=Noted())
     before = torch.get_num_threads()

@@ -68,6 +68,13 @@ inline void rotate(const bf16 *from, bf16 *to, int64_t dim, const Rotation &by) 
   }
 }
 
+// Write one KV head's key, rotated, and its value.
+inline void write_key(const bf16 *qkv, const History &history, int64_t position, int64_t head, const Rotation &keys) {
+  const Heads &heads = history.heads;
+  rotate(qkv + (heads.queries + head) * heads.dim, history.key(position, head), heads.dim, keys);
+  std::memcpy(history.value(position, head), qkv + (heads.queries + heads.keys + head) * heads.dim, 2 * heads.dim);
+}
+
 // Rotate one KV head's queries in place, and write its key and value. `qkv` is the token's.
 inline void rotate_and_write(bf16 *qkv, const History &history, int64_t position, int64_t head,
                              const Rotation &queries, const Rotation &keys) {
@@ -76,8 +83,7 @@ inline void rotate_and_write(bf16 *qkv, const History &history, int64_t position
     bf16 *query = qkv + (head * heads.group() + i) * heads.dim;
     rotate(query, query, heads.dim, queries);
   }
-  rotate(qkv + (heads.queries + head) * heads.dim, history.key(position, head), heads.dim, keys);
-  std::memcpy(history.value(position, head), qkv + (heads.queries + heads.keys + head) * heads.dim, 2 * heads.dim);
+  write_key(qkv, history, position, head, keys);
 }
 
 constexpr int64_t kKeysAhead = 64;  // that a history is asked for before it is read
@@ -92,9 +98,11 @@ inline void prefetch_keys(const History &history, int64_t first, int64_t last) {
 }
 
 // Keys `first` to `last` of one KV head for H of its queries [H, dim]; `scores` has room for H · (keys + 16) floats.
-template <int Vectors, int H>
+// `put(query, largest, weight, sums)` takes what came of each query: its largest score, the sum of its weights beside
+// that one's 1, and [dim / 16] sums of values times weights.
+template <int Vectors, int H, class Put>
 inline void attend_by_vectors(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                              float scale, float factor, bf16 *out, float *scores) {
+                              float scale, float *scores, Put &&put) {
   constexpr int64_t kDim = Vectors * kLanes;
   const int64_t count = last - first + 1, stride = (count + 15) / 16 * 16;
   __m512 most[H];
@@ -122,9 +130,10 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
       _mm512_storeu_ps(scores + h * stride + start, found);
     }
   }
-  float shares[H];
+  float peaks[H], totals[H];
   for (int h = 0; h < H; ++h) {
-    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most[h]));
+    peaks[h] = _mm512_reduce_max_ps(most[h]);
+    const __m512 largest = _mm512_set1_ps(peaks[h]);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t start = 0; start < count; start += 16) {
       const auto inside = static_cast<__mmask16>(count - start >= 16 ? 0xffff : (1u << (count - start)) - 1);
@@ -133,7 +142,7 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
       _mm512_storeu_ps(at, weight);
       sum = _mm512_add_ps(sum, weight);
     }
-    shares[h] = factor / _mm512_reduce_add_ps(sum);
+    totals[h] = _mm512_reduce_add_ps(sum);
   }
   __m512 sums[H][Vectors];
   for (int h = 0; h < H; ++h)
@@ -148,43 +157,108 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
         sums[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * stride + key]), part, sums[h][i]);
     }
   }
-  for (int h = 0; h < H; ++h)
-    for (int i = 0; i < Vectors; ++i)
-      store_bf16(out + h * kDim + 16 * i, _mm512_mul_ps(sums[h][i], _mm512_set1_ps(shares[h])));
+  for (int h = 0; h < H; ++h) put(h, peaks[h], totals[h], sums[h]);
 }
 
 // All queries of one KV head, `Most` at once.
-template <int Vectors, int Most>
+template <int Vectors, int Most, class Put>
 inline void attend_queries(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
-                         float scale, float factor, bf16 *out, float *scores) {
+                           float scale, float *scores, Put &&put) {
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
+  const auto put_next = [&](int64_t h, float peak, float total, const __m512 *sums) {
+    put(done + h, peak, total, sums);
+  };
   for (; done + Most <= group; done += Most)
-    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, factor, out + done * dim,
-                                     scores);
+    attend_by_vectors<Vectors, Most>(query + done * dim, history, first, last, head, scale, scores, put_next);
   for (; done < group; ++done)
-    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, factor, out + done * dim,
-                                  scores);
+    attend_by_vectors<Vectors, 1>(query + done * dim, history, first, last, head, scale, scores, put_next);
 }
 
 inline bool takes_head(int64_t dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128 || dim == 256; }
 
 constexpr int64_t kQueriesAtOnce = 3;  // of a KV head, whose scores are held: the most below
 
+// The same for a head of any size.
+template <class Put>
+inline void attend_head(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
+                        float scale, float *scores, Put &&put) {
+  switch (history.heads.dim) {
+    case 32:
+      return attend_queries<2, 3>(query, history, first, last, head, scale, scores, put);
+    case 64:
+      return attend_queries<4, 3>(query, history, first, last, head, scale, scores, put);
+    case 96:
+      return attend_queries<6, 2>(query, history, first, last, head, scale, scores, put);
+    case 128:
+      return attend_queries<8, 2>(query, history, first, last, head, scale, scores, put);
+    default:
+      return attend_queries<16, 1>(query, history, first, last, head, scale, scores, put);
+  }
+}
+
 // All queries of one KV head of one token, over keys `first` to `last`.
 inline void attend_token(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
                          float scale, float factor, bf16 *out, float *scores) {
-  switch (history.heads.dim) {
-    case 32:
-      return attend_queries<2, 3>(query, history, first, last, head, scale, factor, out, scores);
-    case 64:
-      return attend_queries<4, 3>(query, history, first, last, head, scale, factor, out, scores);
-    case 96:
-      return attend_queries<6, 2>(query, history, first, last, head, scale, factor, out, scores);
-    case 128:
-      return attend_queries<8, 2>(query, history, first, last, head, scale, factor, out, scores);
-    default:
-      return attend_queries<16, 1>(query, history, first, last, head, scale, factor, out, scores);
+  const int64_t dim = history.heads.dim;
+  attend_head(query, history, first, last, head, scale, scores,
+              [&](int64_t h, float, float total, const __m512 *sums) {
+                const __m512 share = _mm512_set1_ps(factor / total);
+                for (int64_t i = 0; i < dim / kLanes; ++i)
+                  store_bf16(out + h * dim + i * kLanes, _mm512_mul_ps(sums[i], share));
+              });
+}
+
+// How the keys that a token sees are cut into parts, whose sums are joined: by their number alone.
+struct Parts {
+  static constexpr int64_t kMost = 8;
+
+  int64_t first, keys, count;
+
+  Parts(int64_t first, int64_t last) : first(first), keys(last - first + 1) {
+    count = keys < 32 ? 1 : keys < 1024 ? 2 : keys < 4096 ? 4 : kMost;
+  }
+
+  Range range(int64_t part) const { return {first + begin(part), first + begin(part + 1)}; }
+
+ private:
+  int64_t begin(int64_t part) const { return std::min(keys, (keys + 15) / 16 * part / count * 16); }
+};
+
+// What a part comes to for a query: [dim] sums, and its largest score and the sum of its weights, 16 floats.
+inline int64_t part_floats(int64_t dim) { return dim + 16; }
+
+// One part for all queries of one KV head; `out` [group, part_floats].
+inline void attend_part(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
+                        float scale, float *out, float *scores) {
+  const int64_t dim = history.heads.dim;
+  attend_head(query, history, first, last, head, scale, scores,
+              [&](int64_t h, float peak, float total, const __m512 *sums) {
+                float *to = out + h * part_floats(dim);
+                for (int64_t i = 0; i < dim / kLanes; ++i) _mm512_store_ps(to + i * kLanes, sums[i]);
+                to[dim] = peak;
+                to[dim + 1] = total;
+              });
+}
+
+// `parts` [count, queries, part_floats] to [queries, dim], times `factor`.
+inline void join_parts(const float *parts, int64_t count, int64_t queries, int64_t dim, float factor, bf16 *out) {
+  const int64_t width = part_floats(dim);
+  for (int64_t query = 0; query < queries; ++query, parts += width, out += dim) {
+    const auto part = [&](int64_t i) { return parts + i * queries * width; };
+    float peak = part(0)[dim], total = 0.0f;
+    for (int64_t i = 1; i < count; ++i) peak = std::max(peak, part(i)[dim]);
+    __m512 shares[Parts::kMost];
+    for (int64_t i = 0; i < count; ++i) {
+      shares[i] = exp2(_mm512_set1_ps(part(i)[dim] - peak));
+      total += _mm512_cvtss_f32(shares[i]) * part(i)[dim + 1];
+    }
+    for (int64_t i = 0; i < count; ++i) shares[i] = _mm512_mul_ps(shares[i], _mm512_set1_ps(factor / total));
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      __m512 sum = _mm512_mul_ps(shares[0], _mm512_load_ps(part(0) + d));
+      for (int64_t i = 1; i < count; ++i) sum = _mm512_fmadd_ps(shares[i], _mm512_load_ps(part(i) + d), sum);
+      store_bf16(out + d, sum);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 // What Python calls: all layers of a decoder at once (kernels/cpu/decoder.py), a product alone (matrix.py), and draws
 // (draw.py).
+#include "further.h"
 #include "key_prefetcher.h"
 #include "logits.h"
 
@@ -8,7 +9,7 @@ namespace asyncllm {
 constexpr int64_t kShared = 5;  // what of a layer is divided into shares
 
 inline int64_t shares_bytes(const Decoder &model, const Step &step) {
-  return static_cast<int64_t>(sizeof(Share)) * kShared * model.count * step.threads;
+  return static_cast<int64_t>(sizeof(Share)) * (kShared * model.count + 1) * step.threads;  // and the head
 }
 
 // One thread's way through the layers.
@@ -29,8 +30,9 @@ class Pass {
 
   void run() {
     const int64_t hidden = model_.hidden, tokens = step_.tokens;
-    const Range mine = team_.share(tokens);
-    for (int64_t i = 0; i < kShared * model_.count; ++i) shares_[i * team_.threads + team_.thread].taken = 0;
+    const Range mine = team_.whole(tokens);
+    const Range shares = team_.whole((kShared * model_.count + 1) * team_.threads);
+    for (int64_t i = shares.begin; i < shares.end; ++i) shares_[i].taken = 0;
     for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) {
       _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
     }
@@ -43,23 +45,30 @@ class Pass {
   }
 
  private:
+  static constexpr int64_t kWeightsExpected = 8192;  // bytes
+  static constexpr int64_t kLinesAtOnce = 2;
+
   void run_layer(const Layer &layer, int64_t index) {
     const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
-    product(layer.qkv, normed(layer.qkv, layer.attention_norm, eps), {Output::kStore, space_.qkv, layer.qkv.outputs});
+    product(layer.qkv, [&] { return normed(layer.qkv, layer.attention_norm, eps); }, {Output::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer);
     if (index + 1 < model_.count) prefetcher_.start(model_.layers[index + 1]);
     team_.wait();
-    product(layer.output, plain(layer.output, space_.attended), stream);
+    product(layer.output, [&] { return plain(layer.output, alone() ? joined(layer) : space_.attended); }, stream);
     const int64_t inner = layer.gate_up.outputs / 2;
-    product(layer.gate_up, normed(layer.gate_up, layer.mlp_norm, eps),
+    product(layer.gate_up, [&] { return normed(layer.gate_up, layer.mlp_norm, eps); },
             {Output::kStore, space_.inner, inner, input_factor(layer.down)});
-    product(layer.down, plain(layer.down, space_.inner), stream);
+    product(layer.down, [&] { return plain(layer.down, space_.inner); }, stream);
   }
 
-  void product(const Matrix &matrix, const Rows &input, const Output &output) {
-    multiply(team_, matrix, input, step_.tokens, output, tiles_, scratch_, next_shares(),
-             [&](int64_t blocks) { prefetcher_.ask(blocks); });
+  template <class Input>
+  void product(const Matrix &matrix, Input &&input, const Output &output) {
+    Share *shares = next_shares();
+    if (!team_.absent()) {
+      multiply(team_, matrix, input(), step_.tokens, output, tiles_, scratch_, shares,
+               [&](int64_t blocks) { prefetcher_.ask(blocks); });
+    }
     team_.wait();
   }
 
@@ -68,7 +77,11 @@ class Pass {
     const int64_t size = model_.hidden;
     return prepared(matrix, [&](Form form, std::uint8_t *to, int64_t row) {
       const float *from = space_.residual + row * size;
-      put_normed(form, to, [&](int64_t i) { return _mm512_loadu_ps(from + i); }, weight, size, eps);
+      const auto source = [&](int64_t i) {
+        expect_weights();
+        return _mm512_loadu_ps(from + i);
+      };
+      put_normed(form, to, source, weight, size, eps);
     });
   }
 
@@ -81,8 +94,24 @@ class Pass {
     const Form form = form_of(matrix, step_.tokens, tiles_);
     if (!holds_integers(form)) return {form, reinterpret_cast<const std::uint8_t *>(rows), 2 * size};
     return prepared(matrix, [&](Form form, std::uint8_t *to, int64_t row) {
-      put_row(form, to, size, [&](int64_t i) { return load_bf16(rows + row * size + i); });
+      const auto source = [&](int64_t i) {
+        expect_weights();
+        return load_bf16(rows + row * size + i);
+      };
+      put_row(form, to, size, source);
     });
+  }
+
+  // Before a product of few rows: its weights come while its input is made, which would else interrupt their stream.
+  void begin_weights(const Matrix &matrix) {
+    const int64_t blocks = matrix.activation == kNone ? 1 : 2;
+    const Range mine = team_.share(matrix.outputs / kFeatures / blocks);
+    weights_ = matrix.block(blocks * mine.begin, 0);
+    weights_end_ = std::min(weights_ + kWeightsExpected, matrix.block(blocks * mine.end, 0));
+  }
+
+  void expect_weights() {
+    for (int64_t i = 0; i < kLinesAtOnce && weights_ < weights_end_; ++i, weights_ += 64) prefetch(weights_);
   }
 
   // Few rows each thread makes for itself, which is quicker than to wait for each other.
@@ -92,6 +121,7 @@ class Pass {
     const Form form = form_of(matrix, rows, tiles_);
     const int64_t stride = row_bytes(form, matrix.inputs);
     const bool few = rows <= kFewRows;
+    if (few) begin_weights(matrix);
     std::uint8_t *to = few ? space_.own : space_.input;
     const Range range = few ? Range{0, rows} : team_.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) put(form, to + row * stride, row);
@@ -99,8 +129,9 @@ class Pass {
     return {form, to, stride};
   }
 
-  History history(const Layer &layer, int64_t token) const {
-    return history_of(model_, step_, layer, token, prefetcher_.most());
+  // `first`: the first key that is going to be read.
+  History history(const Layer &layer, int64_t token, int64_t first = 0) const {
+    return history_of(model_, step_, layer, token, prefetcher_.asked(first));
   }
 
   bf16 *qkv(int64_t token) const { return space_.qkv + token * heads_.width(); }
@@ -113,6 +144,43 @@ class Pass {
     for (int64_t i = head; i < head + count; ++i) {
       rotate_and_write(qkv(token), history(layer, token), step_.positions[token], i, queries, keys);
     }
+  }
+
+  // The only token of a step: its keys are cut into parts, so that the threads have as much to do.
+  void attend_alone(const Layer &layer, Share *shares) {
+    if (team_.absent()) return;
+    const int64_t position = step_.positions[0];
+    const Parts parts(first_key(layer, position), position);
+    team_.divide(parts.count * heads_.keys, 1, shares, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        attend_part_of(layer, parts, task / heads_.keys, task % heads_.keys, position);
+      }
+    });
+  }
+
+  void attend_part_of(const Layer &layer, const Parts &parts, int64_t part, int64_t head, int64_t position) {
+    const auto eps = static_cast<float>(layer.eps);
+    const Rotation queries{step_.cosine, step_.sine, layer.query_norm, eps};
+    const Rotation keys{step_.cosine, step_.sine, layer.key_norm, eps};
+    const int64_t group = heads_.group(), dim = model_.dim;
+    const Range range = parts.range(part);
+    const History past = history(layer, 0, range.begin);
+    auto *rotated = reinterpret_cast<bf16 *>(space_.own);  // other threads need the queries as they are
+    for (int64_t i = 0; i < group; ++i) {
+      rotate(qkv(0) + (head * group + i) * dim, rotated + i * dim, dim, queries);
+    }
+    if (part == parts.count - 1) write_key(qkv(0), past, position, head, keys);
+    attend_part(rotated, past, range.begin, range.end - 1, head, scale(), space_.partial(part, head * group),
+                reinterpret_cast<float *>(scratch_));
+  }
+
+  // What the parts have come to, in bfloat16: each thread puts it together for itself.
+  const bf16 *joined(const Layer &layer) {
+    const int64_t position = step_.positions[0];
+    auto *out = reinterpret_cast<bf16 *>(space_.own + space_.few_bytes(model_) - space_.joined_bytes(model_));
+    join_parts(space_.partial(0, 0), Parts(first_key(layer, position), position).count, heads_.queries, model_.dim,
+               input_factor(layer.output), out);
+    return out;
   }
 
   // Neighbouring KV heads of one token.
@@ -168,7 +236,10 @@ class Pass {
     }
   }
 
+  bool alone() const { return is_alone(step_); }
+
   void attend(const Layer &layer) {
+    if (alone()) return attend_alone(layer, next_shares());
     const int64_t singles = step_.singles;
     const bool waits = step_.spans || step_.reads_new;
     for_heads(0, singles, [&](int64_t token, int64_t head, int64_t count) {
@@ -222,6 +293,7 @@ class Pass {
   Arena arena_;
   Workspace space_;
   std::uint8_t *scratch_;
+  const std::uint8_t *weights_ = nullptr, *weights_end_ = nullptr;  // that are yet to be asked for
 };
 
 }  // namespace asyncllm
@@ -235,9 +307,9 @@ int64_t asyncllm_features() { return kCompiledForTiles && may_use_tiles() ? 1 : 
 
 int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 
-// `sampled`, here and below: null where nothing is wanted but what the layers leave.
-int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled *sampled) {
-  step->longest = 1 + *std::max_element(step->positions, step->positions + step->tokens);
+// `sampled`, here and below: null where nothing is wanted but what the layers leave. `steps`: of a call, at most.
+int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled *sampled, int64_t steps) {
+  step->longest = steps + *std::max_element(step->positions, step->positions + step->tokens);
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
   if (sampled) arena.take(logits_bytes(*sampled, step->threads));
@@ -245,32 +317,55 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled
 }
 
 // Returns what `run_team` does, as all functions that compute with several threads; -1 where a table lacks a line.
-double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sampled, int64_t tiles) {
-  for (int64_t i = 0; i < step->tables_read; ++i) {
-    if (!step->lines[i].exist(step->tokens)) return -1.0;
-  }
+// `further`: steps that may follow, each of which draws; null: none.
+double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sampled, int64_t tiles,
+                       Further *further) {
+  const auto ready = [&] {
+    return std::all_of(step->lines, step->lines + step->tables_read,
+                       [&](const Lines &lines) { return lines.exist(step->tokens); });
+  };
+  if (!ready()) return -1.0;
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
   std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
   auto *shares = arena.take<Share>(shares_bytes(*model, *step));
   const auto compute = [&](const Team &team, bool by_tiles) {
-    for (int64_t i = 0; i < step->tables_read; ++i) step->lines[i].take(team.share(step->tokens));
+    if (further && team.thread == std::min<int64_t>(1, team.threads - 1)) further->post();
+    team.join();
+    for (int64_t i = 0; i < step->tables_read; ++i) step->lines[i].take(team.whole(step->tokens));
     team.wait();
     Pass(team, *model, *step, by_tiles, shares).run();
     if (!sampled || !sampled->count) return;
     team.wait();  // the stream is whole
-    compute_logits(team, *step, *sampled, by_tiles, behind);
+    Share *last = is_alone(*step) ? shares + kShared * model->count * team.threads : nullptr;
+    compute_logits(team, *step, *sampled, by_tiles, last, behind);
   };
-  return run_team(step->threads, [&](const Team &team) {
+  double lost = 0.0;
+  int64_t steps = 0;
+  for (bool goes_on = true; goes_on;) {
+    lost += run_team(step->threads, is_alone(*step), [&](const Team &team) {
 #ifdef __AMX_BF16__
-    if (tiles) {
-      const Tiles configured;
-      return compute(team, true);
-    }
+      if (tiles) {
+        const Tiles configured;
+        return compute(team, true);
+      }
 #endif
-    compute(team, false);
-  });
+      compute(team, false);
+    });
+    ++steps;
+    goes_on = further && further->finish(sampled->found);
+    if (goes_on && !ready()) {
+      further->go_back(sampled->found);
+      break;
+    }
+  }
+  if (further) further->end(steps, sampled->found);
+  return lost / static_cast<double>(steps);
 }
+
+int64_t asyncllm_ask(Further *further) { return further->ask() ? 1 : 0; }
+
+void asyncllm_end(Further *further) { further->end(); }
 
 int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int64_t threads) {
   return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
@@ -286,7 +381,7 @@ void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, 
 double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
                      const float *uniform, int64_t *found, double *ends, int64_t threads) {
   const int64_t tiles = vocabulary / kDrawTile + 1;
-  return run_team(threads, [&](const Team &team) {
+  return run_team(threads, false, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       found[row] =
@@ -303,7 +398,7 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
   const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
-  return run_team(threads, [&](const Team &team) {
+  return run_team(threads, false, [&](const Team &team) {
     const Range range = team.share(rows);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };

@@ -59,6 +59,9 @@ struct Step {
   int64_t tables_read;
 };
 
+// Whether the step has one token, whose attention is cut into parts.
+inline bool is_alone(const Step &step) { return step.tokens == 1 && step.singles == 1; }
+
 // Gives aligned pieces of a workspace, one behind the other.
 struct Arena {
   std::uint8_t *at;
@@ -75,6 +78,8 @@ struct Workspace {
   float *residual;
   std::uint8_t *input;  // of a product, in its form
   bf16 *qkv, *attended, *inner;
+  float *parts;  // of attention
+  int64_t queries, part_width;
   std::uint8_t *own;
 
   Workspace(const Decoder &model, const Step &step, Arena &arena, int64_t thread) {
@@ -85,9 +90,14 @@ struct Workspace {
     qkv = arena.take<bf16>(2 * padded * layer.qkv.outputs);
     attended = arena.take<bf16>(2 * padded * layer.output.inputs);
     inner = arena.take<bf16>(2 * padded * layer.down.inputs);
+    queries = model.queries;
+    part_width = part_floats(model.dim);
+    parts = is_alone(step) ? arena.take<float>(4 * Parts::kMost * queries * part_width) : nullptr;
     own = arena.at + thread * own_bytes(model, step);
     arena.at += step.threads * own_bytes(model, step);
   }
+
+  float *partial(int64_t part, int64_t query) const { return parts + (part * queries + query) * part_width; }
 
   static int64_t widest_input(const Decoder &model) {
     const Layer &layer = model.layers[0];
@@ -104,8 +114,11 @@ struct Workspace {
   }
 
   static int64_t few_bytes(const Decoder &model) {
-    return (kFewRows * integer_row_bytes(widest_input(model)) + 63) / 64 * 64;
+    return (kFewRows * integer_row_bytes(widest_input(model)) + 63) / 64 * 64 + joined_bytes(model);
   }
+
+  // At the end of those: a row of what attention gives.
+  static int64_t joined_bytes(const Decoder &model) { return 2 * model.queries * model.dim; }
 };
 
 inline History history_of(const Decoder &model, const Step &step, const Layer &layer, int64_t token, int64_t asked) {

@@ -12,7 +12,7 @@ class KeyPrefetcher {
  public:
   // A token's attention is cut into `tasks_of_token` pieces, which follow each other.
   KeyPrefetcher(const Team &team, const Decoder &model, const Step &step, int64_t tasks_of_token)
-      : model_(model), step_(step) {
+      : team_(team), model_(model), step_(step) {
     const Range tasks = team.share(step.singles * tasks_of_token);
     tokens_ = {tasks.begin / tasks_of_token, (tasks.end + tasks_of_token - 1) / tasks_of_token};
     if (tasks.begin == tasks.end) tokens_.end = tokens_.begin;
@@ -20,16 +20,20 @@ class KeyPrefetcher {
     const int64_t key_bytes = 4 * model.keys * model.dim;
     most_ = kBytes / key_bytes / count;
     int64_t keys = 0, blocks = 0;
-    for (int64_t token = tokens_.begin; token < tokens_.end; ++token)
-      keys += std::min(step.positions[token] + 1, most_);
     const Layer &layer = model.layers[0];
+    if (is_alone(step)) tokens_ = {0, 1};
+    for (int64_t token = tokens_.begin; token < tokens_.end; ++token) {
+      const Range range = keys_of(layer, token);
+      keys += std::min(range.end - range.begin, most_);
+    }
     for (const Matrix *matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
       blocks += matrix->outputs / kFeatures * matrix->groups();
     credit_of_block_ = kLine * keys * (key_bytes / kLineBytes) * team.threads / blocks + 1;
     token_ = tokens_.end;
   }
 
-  int64_t most() const { return most_; }  // keys of each token
+  // Of the keys from `first` on of a token: how many were asked for.
+  int64_t asked(int64_t first) const { return is_alone(step_) ? std::max<int64_t>(0, until_ - first) : most_; }
 
   void start(const Layer &layer) {
     layer_ = &layer;
@@ -54,9 +58,21 @@ class KeyPrefetcher {
 
   void begin_token() {
     if (token_ >= tokens_.end) return;
-    key_ = first_key(*layer_, step_.positions[token_]);
-    last_ = std::min(step_.positions[token_], key_ + most_ - 1);
+    const Range range = keys_of(*layer_, token_);
+    key_ = range.begin;
+    last_ = std::min(range.end, key_ + most_) - 1;
+    until_ = last_ + 1;
     begin_piece();
+  }
+
+  // Those that this thread reads: of a token whose keys are cut into parts, its own parts'.
+  Range keys_of(const Layer &layer, int64_t token) const {
+    const int64_t position = step_.positions[token], first = first_key(layer, position);
+    if (!is_alone(step_)) return {first, position + 1};
+    const Parts parts(first, position);
+    const Range tasks = team_.share(parts.count * model_.keys);
+    if (tasks.begin == tasks.end) return {first, first};
+    return {parts.range(tasks.begin / model_.keys).begin, parts.range((tasks.end - 1) / model_.keys).end};
   }
 
   // What follows in one block of the cache.
@@ -72,12 +88,13 @@ class KeyPrefetcher {
     key_ += count;
   }
 
+  const Team team_;
   const Decoder &model_;
   const Step &step_;
   Range tokens_;
   int64_t most_, credit_of_block_, credit_ = 0;
   const Layer *layer_ = nullptr;
-  int64_t token_, key_ = 0, last_ = 0;
+  int64_t token_, key_ = 0, last_ = 0, until_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
 };
 

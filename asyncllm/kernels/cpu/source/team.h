@@ -21,31 +21,41 @@ using std::int64_t;
 // one of them does not run then, because others use its processor.
 class Barrier {
  public:
+  // `late`: threads may join a team that has begun; its first one is there.
+  explicit Barrier(bool late) : late_(late), state_(late ? kMember : 0) {}
+
+  bool late() const { return late_; }
+
   // Ticks of the processor's clock that threads have waited beyond the spinning, all together.
   std::uint64_t stalled() const { return stalled_.load(std::memory_order_relaxed); }
 
+  // From now on others wait for this thread too. Returns how often they have waited before.
+  std::uint64_t join() { return state_.fetch_add(kMember, std::memory_order_acq_rel) / kTurn; }
+
   void wait(int64_t threads) {
     if (threads == 1) return;
-    const unsigned now = generation_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived_.store(0, std::memory_order_relaxed);
-      generation_.store(now + 1, std::memory_order_release);
-      return;
+    std::uint64_t state = state_.fetch_add(1, std::memory_order_acq_rel) + 1;
+    const std::uint64_t now = state / kTurn;
+    while (state / kTurn == now && state % kMember == (late_ ? state % kTurn / kMember : threads)) {
+      const std::uint64_t next = (now + 1) * kTurn + state % kTurn / kMember * kMember;
+      if (state_.compare_exchange_weak(state, next, std::memory_order_acq_rel)) return;  // else one has joined
     }
+    const auto over = [&] { return state_.load(std::memory_order_acquire) / kTurn != now; };
     for (int spins = 0; spins < kSpins; ++spins) {
-      if (generation_.load(std::memory_order_acquire) != now) return;
+      if (over()) return;
       _mm_pause();
     }
     const std::uint64_t start = __rdtsc();
-    while (generation_.load(std::memory_order_acquire) == now) sched_yield();
+    while (!over()) sched_yield();
     stalled_.fetch_add(__rdtsc() - start, std::memory_order_relaxed);
   }
 
  private:
   static constexpr int kSpins = 1000;  // some 50 microseconds
-  alignas(64) std::atomic<int64_t> arrived_{0};
-  alignas(64) std::atomic<unsigned> generation_{0};
-  std::atomic<std::uint64_t> stalled_{0};
+  static constexpr std::uint64_t kMember = 1 << 16, kTurn = std::uint64_t{1} << 32;
+  const bool late_;
+  alignas(64) std::atomic<std::uint64_t> state_;  // of kTurn: turns; of kMember: threads that joined; threads that wait
+  alignas(64) std::atomic<std::uint64_t> stalled_{0};
 };
 
 struct Range {
@@ -58,12 +68,34 @@ struct alignas(64) Share {
   std::atomic<std::uint64_t> taken;
 };
 
+// How often a thread has waited, and how often its team had when it joined.
+struct Progress {
+  std::uint64_t waits = 0, joined = 0;
+};
+
 // One thread's view of its team.
 struct Team {
   int64_t thread, threads;
   Barrier *barrier;
+  Progress *progress;
 
-  void wait() const { barrier->wait(threads); }
+  void wait() const {
+    if (progress->waits++ >= progress->joined) barrier->wait(threads);
+  }
+
+  // Of a team that threads may join late, all but the first do so. What the team has done before is not theirs: they go
+  // through it without doing it.
+  void join() const {
+    if (barrier->late() && thread) progress->joined = barrier->join();
+  }
+
+  bool absent() const { return progress->waits < progress->joined; }
+
+  // This thread's part of what is not worth dividing where threads may be late.
+  Range whole(int64_t count) const {
+    if (!barrier->late()) return share(count);
+    return thread ? Range{0, 0} : Range{0, count};
+  }
 
   // This thread's part of `count` things that cost the same, and follow each other in memory.
   Range share(int64_t count) const { return share(count, thread); }
@@ -99,22 +131,24 @@ struct Team {
 };
 
 // Calls `function(team)` on each thread of a team of at most `threads`. Returns how much of the time the others have
-// waited for a thread that did not run: from 0 to 1.
+// waited for a thread that did not run: from 0 to 1. `late`: it calls `join`, and nobody waits for a thread before.
 template <class Function>
-double run_team(int64_t threads, Function &&function) {
+double run_team(int64_t threads, bool late, Function &&function) {
   struct Call {
     Function *function;
     Barrier barrier;
-  } call{&function, {}};
+  } call{&function, Barrier(late)};
   if (threads <= 1) {
-    function(Team{0, 1, &call.barrier});
+    Progress progress;
+    function(Team{0, 1, &call.barrier, &progress});
     return 0.0;
   }
   const std::uint64_t start = __rdtsc();
   GOMP_parallel(
       [](void *data) {
         Call &call = *static_cast<Call *>(data);
-        const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier};
+        Progress progress;
+        const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier, &progress};
         (*call.function)(team);
         team.wait();
       },

@@ -6,7 +6,15 @@
 namespace asyncllm {
 
 constexpr int64_t kBytesAhead = 5120;
+constexpr int64_t kBytesFarAhead = 12288;
 constexpr int64_t kBlocksAtOnce = 4;  // of features that a thread takes
+
+// Asks for a group's weights, of those far ahead for a few lines only: processors foresee what follows these, but not
+// beyond a page, and have room for few lines that are asked for one by one.
+inline void prefetch_group(const std::uint8_t *at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 256) prefetch_next(at + kBytesFarAhead + i);
+  prefetch_lines(at + kBytesAhead, bytes);
+}
 
 // Adds a group's sums of products with the upper and the lower bytes of x. `at`: scales and zeros of the lines;
 // `scales`: those of the first row of x, and the sums of its groups.
@@ -34,7 +42,7 @@ inline void multiply_block_4(const Matrix &w, int64_t block, const std::uint8_t 
   for (int64_t group = 0; group < groups; ++group, at += 320) {
     __m512i upper[M], lower[M];
     for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
-    prefetch_lines(at + kBytesAhead, 320);
+    prefetch_group(at, 320);
 #pragma GCC unroll 4
     for (int quad = 0; quad < 4; ++quad) {
       const __m512i both = _mm512_load_si512(at + 64 * quad);  // of 8 inputs
@@ -62,7 +70,7 @@ inline void multiply_block_8(const Matrix &w, int64_t block, const std::uint8_t 
   for (int64_t group = 0; group < groups; ++group, at += 576) {
     __m512i upper[M], lower[M];
     for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
-    prefetch_lines(at + kBytesAhead, 576);
+    prefetch_group(at, 576);
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; ++quad) {
       const __m512i codes = _mm512_load_si512(at + 64 * quad);
@@ -85,7 +93,7 @@ inline void multiply_block_16(const Matrix &w, int64_t block, const std::uint8_t
   for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
   for (int64_t pair = 0; pair < w.inputs / 2; pair += 2, at += 128) {
     const __m512i first = _mm512_load_si512(at), second = _mm512_load_si512(at + 64);
-    prefetch_lines(at + kBytesAhead, 128);
+    prefetch_group(at, 128);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const auto *row = reinterpret_cast<const int *>(x + m * stride);
