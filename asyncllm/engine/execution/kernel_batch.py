@@ -82,9 +82,8 @@ class DecodeRun:
         self.token_ids: Int32Array = draws.token_ids.numpy()  # that the last step has drawn
         self._decode_rows = decode_rows
         self._tokens = tokens
-        self._order = tokens.sampled.argsort().astype(
-            np.int64
-        )  # of the batch's tokens: where in `token_ids` is what follows them
+        # of the batch's tokens: where in `token_ids` is what follows them
+        self._order = tokens.sampled.argsort().astype(np.int64)
 
     def further(self, decoder: KernelDecoder, asked: int, told: int) -> FurtherSteps:
         """So many steps of it, the next among them, and those that are asked for in time: they advance by themselves.
