@@ -130,9 +130,9 @@ class KernelDecoder:
         """Whether a step's tokens and their positions are all that the next one's computation begins with."""
         return self.has_head and self._turns is not None and not self._rotary.length_dependent
 
-    def further(self, advance: Advance, asked: int, told: int) -> FurtherSteps:
+    def further(self, advance: Advance, told: int) -> FurtherSteps:
         """Steps behind one that `goes_on`; see `FurtherSteps`."""
-        return FurtherSteps(self._kernel.library, advance, asked=asked, told=told)
+        return FurtherSteps(self._kernel.library, advance, told)
 
     def __call__(self, token_ids: Tensor, lengths: Tensor | None, batch: KernelBatch) -> Residual:
         """What the embedding and all layers add up to."""

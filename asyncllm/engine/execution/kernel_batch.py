@@ -85,13 +85,13 @@ class DecodeRun:
         # of the batch's tokens: where in `token_ids` is what follows them
         self._order = tokens.sampled.argsort().astype(np.int64)
 
-    def further(self, decoder: KernelDecoder, asked: int, told: int) -> FurtherSteps:
-        """So many steps of it, the next among them, and those that are asked for in time: they advance by themselves.
-        `told`: see `FurtherSteps`."""
+    def further(self, decoder: KernelDecoder, told: int) -> FurtherSteps:
+        """The next of its steps, and those that are asked for in time: they advance by themselves. `told`: see
+        `FurtherSteps`."""
         assert self.batch.layers is not None
         order = torch.from_numpy(self._order)
         advance = Advance(self.batch.token_ids, self.batch.layers.positions, order, len(self.sampled))
-        return decoder.further(advance, asked, told)
+        return decoder.further(advance, told)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the next step is one of them."""

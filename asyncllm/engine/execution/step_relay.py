@@ -26,8 +26,8 @@ from asyncllm.engine.execution.runner import StepTicket
 from asyncllm.engine.plan import LateTokens, StepPlan, StepResult
 from asyncllm.kernels.cpu.further import MOST_STEPS, FurtherSteps
 
-MakeFurther = Callable[[int, int], FurtherSteps]
-"""So many steps, the one that is about to be computed among them; and the address of the semaphore that is told."""
+MakeFurther = Callable[[int], FurtherSteps]
+"""Of the step that is about to be computed; takes the address of the semaphore that is told."""
 BeginRun = Callable[[MakeFurther], FurtherSteps | None]
 """Asked before a step for what may follow it in its call; None: nothing."""
 Execute = Callable[[StepPlan, Callable[[LateTokens], object], BeginRun], StepResult]
@@ -181,13 +181,12 @@ class StepRelay:
         """With this step, those that are launched and follow it."""
         if self._semaphore is None or self._aside:
             return None
-        steps = [step]
+        steps, further = [step], make(self._semaphore)  # which may fail: before a step leaves where it waits
         for waiting in (self._left, self._queued):
-            while waiting and waiting[0].follows and len(steps) < MOST_STEPS:
+            while waiting and waiting[0].follows and len(steps) < MOST_STEPS and further.ask():
                 steps.append(waiting.popleft())
             if waiting:
                 break
-        further = make(len(steps), self._semaphore)
         call = _Call(steps, further, further.tokens.numpy())
         self._outcomes.append(call)
         self._call = call

@@ -32,14 +32,14 @@ class Advance:
 class FurtherSteps:
     """The steps of one call, each of which computes one token of the same rows, and draws what follows it."""
 
-    def __init__(self, library: Library, advance: Advance, *, asked: int, told: int) -> None:
-        """So many steps are `asked` for from the beginning. `told`: the address of a semaphore that is posted to for
-        each step that is done."""
+    def __init__(self, library: Library, advance: Advance, told: int) -> None:
+        """One step is asked for from the beginning. `told`: the address of a semaphore that is posted to for each step
+        that is done, and outlives the call."""
         self._library = library
         self._advance = advance  # its memory is what the structure points to
         self.tokens = torch.empty(MOST_STEPS, advance.drawn, dtype=torch.int32)  # of each step that is done
         self._struct = _FurtherStruct(
-            asked=asked,
+            asked=1,
             most=MOST_STEPS,
             tokens=len(advance.ids),
             drawn=advance.drawn,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -16,12 +17,14 @@ from asyncllm.engine.event_loop import EngineLoop
 from asyncllm.engine.execution.processor import native_kernels
 from asyncllm.engine.plan import Int32Array, RowJoin, StepPlan, StepResult
 from asyncllm.kernels.cpu.decoder import DecoderCall
-from asyncllm.kernels.cpu.further import FurtherSteps
+from asyncllm.kernels.cpu.further import Advance, FurtherSteps
+from asyncllm.layers.kernel_decoder import KernelDecoder
 from asyncllm.testing.tiny_models import write_tiny_model
 from tests.engine.execution.plan_driver import GREEDY, Piece, PlanDriver, seeded
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
 PROMPT = list(range(7, 40))
+MOST_POSITIONS = 200  # of a row, and fewer than the model's
 COUNT = 90  # several blocks, and more than a call computes
 
 
@@ -163,5 +166,98 @@ def test_closing_waits_for_steps(folder: Path) -> None:
             futures = [driver.runner.launch(decoding.plan()).result for _ in range(steps)]
             await driver.runner.aclose()
             assert all(len(future.result().token_ids) == 1 for future in futures)
+
+    on_engine_loop(main)
+
+
+def test_steps_that_wait_do_not_get_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no memory for the call that they were to be computed in."""
+    failures = [MemoryError("none left")]
+    make = KernelDecoder.further
+
+    def failing(self: KernelDecoder, advance: Advance, told: int) -> FurtherSteps:
+        if failures:
+            raise failures.pop()
+        return make(self, advance, told)
+
+    async def main() -> None:
+        async with await PlanDriver.load(folder, dtype="bfloat16") as driver:
+            decoding = Rows(driver, 1)
+            await decoding.begin()
+            monkeypatch.setattr(KernelDecoder, "further", failing)
+            futures = [driver.runner.launch(decoding.plan()).result for _ in range(8)]
+            errors = await asyncio.gather(*futures, return_exceptions=True)
+            assert [type(error) for error in errors] == [MemoryError, *[RuntimeError] * 7]
+            await decoding.begin()
+            assert len(await decoding.decode(2, 5)) == 5
+
+    on_engine_loop(main)
+
+
+class Mixture:
+    """Plans by dice: prompts, some of which fail, beside rows that decode; and the same rows again and again."""
+
+    def __init__(self, driver: PlanDriver, seed: int) -> None:
+        self._driver, self._dice = driver, random.Random(seed)
+        self._decoded: Int32Array = np.zeros(0, np.int32)
+        self._positions: dict[int, int] = {}
+        self._again = 0
+
+    def plan(self) -> StepPlan:
+        full = any(self._positions[row] > MOST_POSITIONS for row in self._decoded.tolist())
+        if full or not self._again or not len(self._decoded):
+            return self._mixed()
+        self._again -= 1
+        self._advance(self._decoded.tolist())
+        return replace(self._driver.plan(decode=self._decoded.tolist()), decode_rows=self._decoded)
+
+    def _mixed(self) -> StepPlan:
+        dice = self._dice
+        joining = dice.sample(range(6), dice.choice([1, 1, 2, 3]))
+        going_on = [row for row in self._decoded.tolist() if row not in joining]
+        going_on = [row for row in going_on if self._positions[row] <= MOST_POSITIONS]
+        pieces = [Piece(row, 0, PROMPT[: dice.choice([1, 5, 16, 33])]) for row in joining]
+        if dice.random() < 0.15:
+            pieces[0] = Piece(joining[0], 0, [10**6])
+        joins = [RowJoin(row, row, dice.choice([GREEDY, seeded(row)]), len(PROMPT)) for row in joining]
+        self._positions.update({piece.row: len(piece.token_ids) for piece in pieces})
+        self._advance(going_on)
+        rows = sorted({*going_on, *joining})
+        self._decoded = np.array(dice.sample(rows, dice.randrange(1, len(rows) + 1)), np.int32)
+        self._again = dice.choice([0, 3, 10, 50])
+        return self._driver.plan(joins=joins, pieces=pieces, decode=going_on)
+
+    def _advance(self, rows: list[int]) -> None:
+        for row in rows:
+            self._positions[row] += 1
+
+
+async def results_of_mixture(folder: Path, seed: int, ahead: int | None) -> list[object]:
+    """Of 120 steps; None: each is waited for, and none follows another."""
+    async with await PlanDriver.load(folder, dtype="bfloat16", block_size=64) as driver:
+        mixture, dice = Mixture(driver, seed), random.Random(seed)
+        futures: list[asyncio.Future[StepResult]] = []
+        texts: list[asyncio.Future[Any]] = []
+        for _ in range(120):
+            plan = mixture.plan()
+            if ahead is None:
+                plan = replace(plan, decode_rows=plan.decode_rows.copy())
+            elif dice.random() < 0.05:
+                ids: Int32Array = np.array(PROMPT, np.int32)
+                texts.append(asyncio.ensure_future(driver.runner.embed(ids)))  # type: ignore[attr-defined]
+            futures.append(driver.runner.launch(plan).result)
+            if len(futures) > (ahead or 0):
+                await asyncio.wait([futures[-1 - (ahead or 0)]])
+        await asyncio.gather(*texts)
+        results = await asyncio.gather(*futures, return_exceptions=True)
+    return [repr(each) if isinstance(each, BaseException) else each.token_ids.tolist() for each in results]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_mixtures_are_as_waited_for(folder: Path, seed: int, ahead: int) -> None:
+    async def main() -> None:
+        expected = await results_of_mixture(folder, seed, None)
+        assert await results_of_mixture(folder, seed, ahead) == expected
 
     on_engine_loop(main)

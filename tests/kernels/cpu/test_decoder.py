@@ -291,3 +291,26 @@ def test_lines_of_tables(library: Library) -> None:
         chosen[4] = line
         with pytest.raises(IndexError, match="not one of its table's"):
             model.run(parts, alter=lines)
+
+
+@pytest.mark.parametrize("hidden", [48, 300], ids=["a part", "more than a piece"])
+@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "beside others"])
+def test_keys_that_score_minus_infinity_weigh_nothing(library: Library, rows: int, hidden: int) -> None:
+    """Where a whole part or piece of the keys has such scores, as where they are only very small."""
+    case, length = CASES["bfloat16"], 2 * hidden + 1
+    found = []
+    for size in (1e6, 3e38):
+        model = Model(library, case, rows, length)
+        model.cosine[:], model.sine[:] = 1, 0
+        model.inputs[:, -1] = 0  # so that the first layer's queries are the bias
+        for row in range(rows):
+            model.run([(row, 0, length - 1)])
+        bias = model.plain[0].qkv_bias[: case.heads * case.dim]
+        for row in range(rows):
+            for position in range(hidden):
+                block = model.table[row, position // case.block_size]
+                keys = model.caches[0][block, position % case.block_size, 0]
+                keys.copy_(-size * bias.sign().view(keys.shape))
+        found.append(model.run([(row, length - 1, 1) for row in range(rows)]))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)

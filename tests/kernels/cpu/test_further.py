@@ -61,7 +61,9 @@ class Decoding:
 
     def further(self, asked: int) -> FurtherSteps:
         advance = Advance(self.ids, self.positions, self.order, self.rows)
-        return FurtherSteps(self.library, advance, asked=asked, told=self.told.address)
+        further = FurtherSteps(self.library, advance, self.told.address)
+        assert all(further.ask() for _ in range(asked - 1))
+        return further
 
     def advance(self) -> None:
         self.ids.copy_(self.draws.token_ids[self.order])

@@ -86,6 +86,10 @@ inline void rotate_and_write(bf16 *qkv, const History &history, int64_t position
   write_key(qkv, history, position, head, keys);
 }
 
+// What the largest score of some keys is at least: finite, so that keys whose scores are all -infinity weigh nothing
+// beside the others, as they do where the largest of all is known.
+constexpr float kLeastScore = std::numeric_limits<float>::lowest();
+
 constexpr int64_t kKeysAhead = 64;  // that a history is asked for before it is read
 
 // Asks for keys and values of all KV heads, line after line.
@@ -106,7 +110,7 @@ inline void attend_by_vectors(const bf16 *query, const History &history, int64_t
   constexpr int64_t kDim = Vectors * kLanes;
   const int64_t count = last - first + 1, stride = (count + 15) / 16 * 16;
   __m512 most[H];
-  for (int h = 0; h < H; ++h) most[h] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  for (int h = 0; h < H; ++h) most[h] = _mm512_set1_ps(kLeastScore);
   for (int64_t start = 0; start < count; start += 16) {
     const bf16 *keys[16];
     for (int64_t i = 0; i < 16; ++i) keys[i] = history.key(first + std::min(start + i, count - 1), head);

@@ -157,7 +157,7 @@ inline void attend_heads_by_tiles(const bf16 *queries, const History &history, i
   auto *sums = reinterpret_cast<float *>(query_tiles + count * 32 * dim);
   auto *scores = sums + count * group * dim;
   alignas(64) float most[16], shares[16], shrinks[16];
-  std::fill(most, most + 16, -std::numeric_limits<float>::infinity());
+  std::fill(most, most + 16, kLeastScore);
   std::fill(shares, shares + 16, 0.0f);
   put_queries(queries, heads, count, query_tiles);
   const int64_t begin = first / 16 * 16;
