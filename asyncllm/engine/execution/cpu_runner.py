@@ -35,6 +35,7 @@ from asyncllm.engine.plan import (
     StepLogprobs,
     StepPlan,
     StepResult,
+    TableEdits,
 )
 from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.kernels.cpu.further import FurtherSteps
@@ -55,6 +56,10 @@ class StepExecutor:
         self._builder = make_batch_builder(model, layout, cache)
         self._broken_rows: set[int] = set()
         self._run: DecodeRun | None = None  # of which the last step was one: it knows what its rows do not know yet
+
+    def edit_tables(self, edits: TableEdits) -> None:
+        """Set block-table entries that no step which is computed now reads. From any thread."""
+        self._rows.edit_tables(edits)
 
     def text_features(self, token_ids: Int32Array) -> TextFeatures:
         """What computes the embedding of a text."""
@@ -197,7 +202,7 @@ class CpuRunner:
         """Called on the engine's loop."""
         self._thread = thread
         self._executor: StepExecutor | None = executor
-        self._relay = StepRelay(thread, executor.execute)
+        self._relay = StepRelay(thread, executor.execute, executor.edit_tables)
 
     def launch(self, plan: StepPlan) -> StepTicket:
         """See `Runner.launch`."""

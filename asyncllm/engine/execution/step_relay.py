@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from asyncllm.engine.event_loop import EngineLoop
 from asyncllm.engine.execution.device_thread import DeviceThread, fail, succeed
 from asyncllm.engine.execution.runner import StepTicket
-from asyncllm.engine.plan import LateTokens, StepPlan, StepResult
+from asyncllm.engine.plan import LateTokens, StepPlan, StepResult, TableEdits
 from asyncllm.kernels.cpu.further import MOST_STEPS, FurtherSteps
 
 MakeFurther = Callable[[int], FurtherSteps]
@@ -32,6 +32,8 @@ BeginRun = Callable[[MakeFurther], FurtherSteps | None]
 """Asked before a step for what may follow it in its call; None: nothing."""
 Execute = Callable[[StepPlan, Callable[[LateTokens], object], BeginRun], StepResult]
 """`StepExecutor.execute`."""
+EditTables = Callable[[TableEdits], object]
+"""`RowState.edit_tables`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +56,12 @@ class _Call:
     told: int = 0  # how many of them the loop knows to be done
     over: bool = False  # no more are done
 
-    def ask(self, step: _Launched, last: _Launched) -> bool:
+    def ask(self, step: _Launched, last: _Launched, edit_tables: EditTables) -> bool:
         """Have this one computed behind the `last` launched one. False where that is none of these, or it is too
         late."""
         if self.steps[-1] is not last:
             return False
+        edit_tables(step.plan.tables)  # no step before it reads what they set; where it is too late, they are set again
         self.steps.append(step)  # first, so that it is there when it is done
         if self.further.ask():
             return True
@@ -78,9 +81,10 @@ class _Call:
 class StepRelay:
     """Made on the engine's loop."""
 
-    def __init__(self, thread: DeviceThread, execute: Execute) -> None:
+    def __init__(self, thread: DeviceThread, execute: Execute, edit_tables: EditTables) -> None:
         self._thread = thread
         self._execute: Execute | None = execute
+        self._edit_tables = edit_tables
         self._loop = asyncio.get_running_loop()
         self._semaphore = self._loop.watch(self._collect) if isinstance(self._loop, EngineLoop) else None
         self._queued: deque[_Launched] = deque()  # of them the thread is told by a post each
@@ -100,7 +104,7 @@ class StepRelay:
         late = None if plan.late is None else self._loop.create_future()
         step = _Launched(plan, last is not None and _follows(plan, last.plan), self._loop.create_future(), late)
         self._last = step
-        if last is None or call is None or not step.follows or not call.ask(step, last):
+        if last is None or call is None or not step.follows or not call.ask(step, last, self._edit_tables):
             self._queued.append(step)
             self._thread.post(self._next)
         return StepTicket(step.result, late)
@@ -185,6 +189,7 @@ class StepRelay:
         for waiting in (self._left, self._queued):
             while waiting and waiting[0].follows and len(steps) < MOST_STEPS and further.ask():
                 steps.append(waiting.popleft())
+                self._edit_tables(steps[-1].plan.tables)
             if waiting:
                 break
         call = _Call(steps, further, further.tokens.numpy())
@@ -207,7 +212,7 @@ class StepRelay:
 
 
 def _follows(plan: StepPlan, last: StepPlan) -> bool:
-    """Whether a step computes the next token of each of the rows that the `last` one has, and nothing else."""
-    others = plan.joins or plan.chunks or plan.forks or plan.late is not None
-    edits = len(plan.tables.blocks) or len(plan.copies)
-    return plan.decode_rows is last.decode_rows and not others and not edits
+    """Whether a step computes the next token of each of the rows that the `last` one has, and nothing else. Its table
+    edits then give these rows blocks for the token's own position, which no step before it reads."""
+    others = plan.joins or plan.chunks or plan.forks or plan.late is not None or len(plan.copies)
+    return plan.decode_rows is last.decode_rows and not others

@@ -131,6 +131,23 @@ def test_most_steps_have_no_call_of_their_own(folder: Path, calls: list[int]) ->
     on_engine_loop(main)
 
 
+def test_a_call_goes_on_into_new_blocks(folder: Path, calls: list[int]) -> None:
+    """All steps are launched before the first one is done, so nothing but a call's length ends it."""
+
+    async def main() -> None:
+        async with await PlanDriver.load(folder, dtype="bfloat16") as driver:
+            decoding = Rows(driver, 2)
+            await decoding.begin()
+            calls.clear()
+            plans = [decoding.plan() for _ in range(40)]
+            assert sum(len(plan.tables.blocks) > 0 for plan in plans) > 1
+            futures = [driver.runner.launch(plan).result for plan in plans]
+            await asyncio.gather(*futures)
+        assert max(calls) > 16
+
+    on_engine_loop(main)
+
+
 def test_other_steps_and_texts_come_between(folder: Path) -> None:
     """Prompts, embeddings, and steps that fail: each in its turn, and decoding goes on as if alone."""
 
