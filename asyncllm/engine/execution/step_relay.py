@@ -84,7 +84,7 @@ class StepRelay:
     def __init__(self, thread: DeviceThread, execute: Execute, edit_tables: EditTables) -> None:
         self._thread = thread
         self._execute: Execute | None = execute
-        self._edit_tables = edit_tables
+        self._edit_tables: EditTables | None = edit_tables
         self._loop = asyncio.get_running_loop()
         self._semaphore = self._loop.watch(self._collect) if isinstance(self._loop, EngineLoop) else None
         self._queued: deque[_Launched] = deque()  # of them the thread is told by a post each
@@ -98,13 +98,14 @@ class StepRelay:
 
     def launch(self, plan: StepPlan) -> StepTicket:
         """As `Runner.launch`."""
-        if self._execute is None or self._thread.closing:
+        edit_tables = self._edit_tables
+        if self._execute is None or edit_tables is None or self._thread.closing:
             raise RuntimeError("the runner is closed")
         last, call = self._last, self._call
         late = None if plan.late is None else self._loop.create_future()
         step = _Launched(plan, last is not None and _follows(plan, last.plan), self._loop.create_future(), late)
         self._last = step
-        if last is None or call is None or not step.follows or not call.ask(step, last, self._edit_tables):
+        if last is None or call is None or not step.follows or not call.ask(step, last, edit_tables):
             self._queued.append(step)
             self._thread.post(self._next)
         return StepTicket(step.result, late)
@@ -127,7 +128,7 @@ class StepRelay:
     def forget(self) -> None:
         """Once the thread has ended: let go of all that executes steps."""
         self._collect()
-        self._execute = self._last = None
+        self._execute = self._edit_tables = self._last = None
         if isinstance(self._loop, EngineLoop):
             self._loop.unwatch(self._collect)
 
@@ -185,11 +186,13 @@ class StepRelay:
         """With this step, those that are launched and follow it."""
         if self._semaphore is None or self._aside:
             return None
+        edit_tables = self._edit_tables
+        assert edit_tables is not None
         steps, further = [step], make(self._semaphore)  # which may fail: before a step leaves where it waits
         for waiting in (self._left, self._queued):
             while waiting and waiting[0].follows and len(steps) < MOST_STEPS and further.ask():
                 steps.append(waiting.popleft())
-                self._edit_tables(steps[-1].plan.tables)
+                edit_tables(steps[-1].plan.tables)
             if waiting:
                 break
         call = _Call(steps, further, further.tokens.numpy())

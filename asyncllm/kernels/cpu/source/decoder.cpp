@@ -359,7 +359,7 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
       break;
     }
   }
-  if (further) further->end(steps, sampled->found);
+  if (further) further->close(steps, sampled->found);
   return lost / static_cast<double>(steps);
 }
 

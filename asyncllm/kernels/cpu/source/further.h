@@ -38,8 +38,8 @@ struct Further {
 
   void end() { asked.fetch_or(kEnded); }
 
-  // After so many steps.
-  void end(int64_t steps, std::int32_t *found) {
+  // The call is over, and has computed so many steps: the last of them is taken back if it is not done.
+  void close(int64_t steps, std::int32_t *found) {
     end();
     post();
     const auto finished = static_cast<int64_t>(done.load(std::memory_order_relaxed));
