@@ -210,6 +210,11 @@ class StepPlan:
         return len(self.decode_rows) + sum(chunk.samples for chunk in chunks) + forked
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether nothing is computed or sampled but what `decode_rows` are for, and no row is taken."""
+        return not (self.joins or self.chunks or self.forks) and self.late is None
+
+    @property
     def num_tokens(self) -> int:
         """How many positions the step computes. None where it only samples late rows."""
         late = 0 if self.late is None else self.late.decoding

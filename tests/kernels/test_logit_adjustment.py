@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -187,40 +188,39 @@ def test_planted_fault_is_caught(right: str, wrong: str, tmp_path: Path, device:
         assert not torch.allclose(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("records + tl.program_id(0) * _WORDS", "records"),
-        ("fields + lines * rows + row", "fields + lines * rows + row + 1"),
-        ("_copy(biased + row.to(tl.int64) * most_biases", "_copy(biased + row.to(tl.int64) // 2 * most_biases"),
-        ("words, first + count, count, BLOCK)\n    count =", "words, first, count, BLOCK)\n    count ="),
-        ("_copy(seen_counts + row.to(tl.int64) * most_seen", "_copy(seen_counts + row.to(tl.int64)"),
-        ("tl.load(record + _FIRST_MASK), mask_words", "tl.load(record + _FIRST_MASK) + 1, mask_words - 1"),
-        ("tl.load(source + first + places,", "tl.load(source + first + places // 2,"),
-        ("start + tl.arange(0, BLOCK)\n        tl.store(target", "tl.arange(0, BLOCK)\n        tl.store(target"),
-    ],
-)
-def test_planted_fault_in_joins_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    with mutant(logit_adjustment, tmp_path, right, wrong) as module:
-        module._BLOCK = 2  # type: ignore[attr-defined]
-        with pytest.raises(AssertionError):
-            check_joins(module, device)
+JOIN_FAULTS = [
+    ("records + tl.program_id(0) * _WORDS", "records"),
+    ("fields + lines * rows + row", "fields + lines * rows + row + 1"),
+    ("_copy(biased + row.to(tl.int64) * most_biases", "_copy(biased + row.to(tl.int64) // 2 * most_biases"),
+    ("words, first + count, count, BLOCK)\n    count =", "words, first, count, BLOCK)\n    count ="),
+    ("_copy(seen_counts + row.to(tl.int64) * most_seen", "_copy(seen_counts + row.to(tl.int64)"),
+    ("tl.load(record + _FIRST_MASK), mask_words", "tl.load(record + _FIRST_MASK) + 1, mask_words - 1"),
+    ("tl.load(source + first + places,", "tl.load(source + first + places // 2,"),
+    ("start + tl.arange(0, BLOCK)\n        tl.store(target", "tl.arange(0, BLOCK)\n        tl.store(target"),
+]
+COUNT_FAULTS = [
+    ("(position < tl.load(counted + row))", "(position <= tl.load(counted + row))"),
+    ("if token < 0:", "if token < -9:"),
+    ("seen += row.to(tl.int64) * MOST_SEEN", "seen += row.to(tl.int64) // 2 * MOST_SEEN"),
+    ("places = start + tl.arange(0, BLOCK)\n        same", "places = tl.arange(0, BLOCK)\n        same"),
+    ("mask=places < count, other=-1)", "mask=places < count - 1, other=-1)"),
+    ("tl.where(is_new, count, place)", "tl.where(is_new, count - 1, place)"),
+    ("tl.store(counted + row, position + 1)", "tl.store(counted + row, position + 2)"),
+]
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("(position < tl.load(counted + row))", "(position <= tl.load(counted + row))"),
-        ("if token < 0:", "if token < -9:"),
-        ("seen += row.to(tl.int64) * MOST_SEEN", "seen += row.to(tl.int64) // 2 * MOST_SEEN"),
-        ("places = start + tl.arange(0, BLOCK)\n        same", "places = tl.arange(0, BLOCK)\n        same"),
-        ("mask=places < count, other=-1)", "mask=places < count - 1, other=-1)"),
-        ("tl.where(is_new, count, place)", "tl.where(is_new, count - 1, place)"),
-        ("tl.store(counted + row, position + 1)", "tl.store(counted + row, position + 2)"),
-    ],
+    ("check", "fault"),
+    [*((check_joins, fault) for fault in JOIN_FAULTS), *((check_counts, fault) for fault in COUNT_FAULTS)],
 )
-def test_planted_fault_in_counting_is_caught(right: str, wrong: str, tmp_path: Path, device: torch.device) -> None:
-    with mutant(logit_adjustment, tmp_path, right, wrong) as module:
-        module._BLOCK = 2  # type: ignore[attr-defined]
+def test_planted_fault_in_state_is_caught(
+    check: Callable[[ModuleType, torch.device], None],
+    fault: tuple[str, str],
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with mutant(logit_adjustment, tmp_path, *fault) as module:
+        monkeypatch.setattr(module, "_BLOCK", 2)  # as the fixture does for the module that this is a copy of
         with pytest.raises(AssertionError):
-            check_counts(module, device)
+            check(module, device)

@@ -95,8 +95,7 @@ class DecodeRun:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the next step is one of them."""
-        others = plan.joins or plan.chunks or plan.forks or plan.late is not None
-        return plan.decode_rows is self._decode_rows and not others
+        return plan.decode_rows is self._decode_rows and plan.only_decodes
 
     def advance(self, rows: RowState) -> None:
         """To the next step. `rows` are left as they were before the last one."""

@@ -217,5 +217,4 @@ class StepRelay:
 def _follows(plan: StepPlan, last: StepPlan) -> bool:
     """Whether a step computes the next token of each of the rows that the `last` one has, and nothing else. Its table
     edits then give these rows blocks for the token's own position, which no step before it reads."""
-    others = plan.joins or plan.chunks or plan.forks or plan.late is not None or len(plan.copies)
-    return plan.decode_rows is last.decode_rows and not others
+    return plan.decode_rows is last.decode_rows and plan.only_decodes and not len(plan.copies)

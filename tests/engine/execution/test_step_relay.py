@@ -160,7 +160,7 @@ def test_other_steps_and_texts_come_between(folder: Path) -> None:
             decoding = Rows(driver, 1)
             await decoding.begin()
             ids: Int32Array = np.array(PROMPT, np.int32)
-            text = driver.runner.embed(ids)  # type: ignore[attr-defined]
+            text = driver.runner.embed(ids)  # type: ignore[attr-defined]  # `CpuRunner`'s
             embedding = asyncio.ensure_future(text)
             tokens = await decoding.decode(1, 20)
             failing = driver.plan(joins=[RowJoin(2, 2, GREEDY)], pieces=[Piece(2, 0, [10**6])])
@@ -261,7 +261,7 @@ async def results_of_mixture(folder: Path, seed: int, ahead: int | None) -> list
                 plan = replace(plan, decode_rows=plan.decode_rows.copy())
             elif dice.random() < 0.05:
                 ids: Int32Array = np.array(PROMPT, np.int32)
-                texts.append(asyncio.ensure_future(driver.runner.embed(ids)))  # type: ignore[attr-defined]
+                texts.append(asyncio.ensure_future(driver.runner.embed(ids)))  # type: ignore[attr-defined]  # `CpuRunner`'s
             futures.append(driver.runner.launch(plan).result)
             if len(futures) > (ahead or 0):
                 await asyncio.wait([futures[-1 - (ahead or 0)]])

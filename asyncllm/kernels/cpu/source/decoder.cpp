@@ -368,7 +368,7 @@ int64_t asyncllm_ask(Further *further) { return further->ask() ? 1 : 0; }
 void asyncllm_end(Further *further) { further->end(); }
 
 int64_t asyncllm_product_workspace_bytes(const Matrix *matrix, int64_t rows, int64_t threads) {
-  return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * product_scratch_bytes(matrix->inputs);
+  return (rows + 63) / 32 * 32 * integer_row_bytes(matrix->inputs) + threads * kProductScratchBytes;
 }
 
 // Numbers of (0, 1]; see kernels/cpu/draw.py.
@@ -396,7 +396,7 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
   const int64_t inputs = matrix->inputs, width = matrix->outputs / (matrix->activation == kNone ? 1 : 2);
   const Form form = form_of(*matrix, rows, tiles);
   const int64_t stride = row_bytes(form, inputs);
-  std::uint8_t *prepared = workspace + threads * product_scratch_bytes(inputs);
+  std::uint8_t *prepared = workspace + threads * kProductScratchBytes;
   const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
   return run_team(threads, false, [&](const Team &team) {
     const Range range = team.share(rows);
@@ -409,7 +409,7 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
         put_row(form, to, inputs, source);
     }
     team.wait();
-    std::uint8_t *scratch = workspace + team.thread * product_scratch_bytes(inputs);
+    std::uint8_t *scratch = workspace + team.thread * kProductScratchBytes;
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;

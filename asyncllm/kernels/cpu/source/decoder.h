@@ -108,7 +108,7 @@ struct Workspace {
   static int64_t own_bytes(const Decoder &model, const Step &step) {
     const int64_t scores = 4 * kQueriesAtOnce * (step.longest + 32);
     const int64_t work =
-        std::max({product_scratch_bytes(widest_input(model)), scores, chunk_scratch_bytes(model.heads()),
+        std::max({kProductScratchBytes, scores, chunk_scratch_bytes(model.heads()),
                   token_scratch_bytes(model.heads())});
     return (few_bytes(model) + work + 4095) / 4096 * 4096;
   }

@@ -35,7 +35,7 @@ inline int64_t prepared_bytes(const Sampled &sampled) {
 // A thread's own.
 inline int64_t sampling_bytes(const Head &head) {
   const int64_t ends = 8 * (head.matrix.outputs / kDrawTile + 1);
-  return (std::max(product_scratch_bytes(head.matrix.inputs), ends) + 63) / 64 * 64;
+  return (std::max(kProductScratchBytes, ends) + 63) / 64 * 64;
 }
 
 inline int64_t logits_bytes(const Sampled &sampled, int64_t threads) {

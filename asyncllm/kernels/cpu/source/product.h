@@ -7,7 +7,7 @@
 namespace asyncllm {
 
 // Each thread takes a part of the features, for `shares` see `Team::divide`. `scratch` is its own, of
-// `product_scratch_bytes`. `between(blocks)` is called for each few blocks of weights: it may ask for what comes next.
+// `kProductScratchBytes`. `between(blocks)` is called for each few blocks of weights: it may ask for what comes next.
 template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output, bool tiles,
                      std::uint8_t *scratch, Share *shares, Between &&between) {

@@ -276,7 +276,7 @@ inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_
   }
 }
 
-// Rows are read 32 at a time, past the last one too. `scratch` has `product_scratch_bytes`.
+// Rows are read 32 at a time, past the last one too. `scratch` has `kProductScratchBytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
                               std::uint8_t *scratch, Share *shares, Between &&between) {
@@ -294,9 +294,9 @@ inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, 
   }
 }
 
-inline int64_t product_scratch_bytes(int64_t) { return kPieceBytes + 128 * kMostRows; }
+constexpr int64_t kProductScratchBytes = kPieceBytes + 128 * kMostRows;
 #else
-inline int64_t product_scratch_bytes(int64_t) { return 0; }
+constexpr int64_t kProductScratchBytes = 0;
 #endif
 
 }  // namespace asyncllm
