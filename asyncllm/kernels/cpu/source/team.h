@@ -81,7 +81,8 @@ class alignas(64) Share {
 
  private:
   static constexpr std::uint64_t kBehind = 1 << 21, kDivision = std::uint64_t{1} << 42;
-  std::atomic<std::uint64_t> state_{0};  // of kDivision: the last one's number; of kBehind: from the end; from the beginning
+  // of kDivision: the last one's number; of kBehind: taken from the end; taken from the beginning
+  std::atomic<std::uint64_t> state_{0};
 };
 
 // How often a thread has waited, and how often its team had when it joined; what it was asked to divide.
