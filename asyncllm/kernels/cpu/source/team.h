@@ -28,11 +28,13 @@ class Barrier {
   // From now on others wait for this thread too. Returns how often they have waited before.
   std::uint64_t join() { return state_.fetch_add(kMember, std::memory_order_acq_rel) / kTurn; }
 
-  void wait() {
+  // For `least` threads, if no more have joined.
+  void wait(int64_t least) {
     std::uint64_t state = state_.fetch_add(1, std::memory_order_acq_rel) + 1;
     const std::uint64_t now = state / kTurn;
-    while (state / kTurn == now && state % kMember == state % kTurn / kMember) {
-      const std::uint64_t next = (now + 1) * kTurn + state % kTurn / kMember * kMember;
+    const auto joined = [&] { return state % kTurn / kMember; };
+    while (state / kTurn == now && state % kMember == std::max(joined(), static_cast<std::uint64_t>(least))) {
+      const std::uint64_t next = (now + 1) * kTurn + joined() * kMember;
       if (state_.compare_exchange_weak(state, next, std::memory_order_acq_rel)) return;  // else one has joined
     }
     const auto over = [&] { return state_.load(std::memory_order_acquire) / kTurn != now; };
@@ -98,8 +100,8 @@ struct Team {
   Share *shares;  // of each thread
   Progress *progress;
 
-  void wait() const {
-    if (progress->waits++ >= progress->joined && threads > 1) barrier->wait();
+  void wait(int64_t least = 1) const {
+    if (progress->waits++ >= progress->joined && threads > 1) barrier->wait(least);
   }
 
   // Nobody waits for a thread before.
@@ -167,7 +169,7 @@ double run_team(int64_t threads, Function &&function) {
         Progress progress;
         const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier, call.shares.data(), &progress};
         (*call.function)(team);
-        team.wait();
+        team.wait(team.threads);
       },
       &call, static_cast<unsigned>(threads), 0);
   const auto others = static_cast<double>(threads - 1), ticks = static_cast<double>(__rdtsc() - start);
