@@ -44,7 +44,7 @@ inline int64_t logits_bytes(const Sampled &sampled, int64_t threads) {
 
 // The layers have left the stream in `step.residual`. Each number is what `asyncllm_product` and the functions of
 // kernels/cpu/draw.py would give, to the bit.
-inline void compute_logits(const Team &team, const Step &step, const Sampled &sampled, bool tiles, Share *shares,
+inline void compute_logits(const Team &team, const Step &step, const Sampled &sampled, bool tiles,
                            std::uint8_t *workspace) {
   const Head &head = *sampled.head;
   const Matrix &matrix = head.matrix;
@@ -52,29 +52,30 @@ inline void compute_logits(const Team &team, const Step &step, const Sampled &sa
   const Form form = form_of(matrix, sampled.count, tiles);
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *scratch = workspace + prepared_bytes(sampled) + team.thread * sampling_bytes(head);
-  const Range mine = team.whole(sampled.count);
-  for (int64_t row = mine.begin; row < mine.end; ++row) {
-    const bf16 *from = step.residual + sampled.token(row) * inputs;
-    put_normed(form, workspace + row * stride, [&](int64_t i) { return load_bf16(from + i); }, head.norm, inputs,
-               static_cast<float>(head.eps));
-  }
+  team.divide(sampled.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const bf16 *from = step.residual + sampled.token(row) * inputs;
+      put_normed(form, workspace + row * stride, [&](int64_t i) { return load_bf16(from + i); }, head.norm, inputs,
+                 static_cast<float>(head.eps));
+    }
+  });
   team.wait();
-  if (!team.absent()) {
-    multiply(team, matrix, {form, workspace, stride}, sampled.count, {Output::kStoreFloat, sampled.logits, vocabulary},
-             tiles, scratch, shares, [](int64_t) {});
-  }
+  multiply(team, matrix, {form, workspace, stride}, sampled.count, {Output::kStoreFloat, sampled.logits, vocabulary},
+           tiles, scratch, [](int64_t) {});
   if (!sampled.temperature) return;
   team.wait();
-  for (int64_t row = mine.begin; row < mine.end; ++row) {
-    const float *logits = sampled.logits + row * vocabulary, temperature = sampled.temperature[row];
-    const auto position = static_cast<std::uint64_t>(step.positions[sampled.token(row)] + 1);
-    const int64_t found = temperature > 0.0f
-                              ? draw(logits, vocabulary, temperature,
-                                     uniform(sampled.seed[row], position, sampled.choice[row], 0),
-                                     reinterpret_cast<double *>(scratch))
-                              : largest(logits, vocabulary);
-    sampled.found[row] = static_cast<std::int32_t>(found);
-  }
+  team.divide(sampled.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *logits = sampled.logits + row * vocabulary, temperature = sampled.temperature[row];
+      const auto position = static_cast<std::uint64_t>(step.positions[sampled.token(row)] + 1);
+      const int64_t found = temperature > 0.0f
+                                ? draw(logits, vocabulary, temperature,
+                                       uniform(sampled.seed[row], position, sampled.choice[row], 0),
+                                       reinterpret_cast<double *>(scratch))
+                                : largest(logits, vocabulary);
+      sampled.found[row] = static_cast<std::int32_t>(found);
+    }
+  });
 }
 
 }  // namespace asyncllm

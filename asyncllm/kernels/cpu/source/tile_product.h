@@ -279,16 +279,15 @@ inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_
 // Rows are read 32 at a time, past the last one too. `scratch` has `kProductScratchBytes`.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                              std::uint8_t *scratch, Share *shares, Between &&between) {
+                              std::uint8_t *scratch, Between &&between) {
   const int64_t units = (w.outputs / kFeatures + 1) / 2;
   const int64_t at_once = std::max<int64_t>(32, std::min(kMostRows, kRowBytes / x.stride / 32 * 32));
-  if (rows > at_once) shares = nullptr;  // which count for some of the rows
   const auto multiply = w.bits == 4   ? multiply_units<4, Between>
                         : w.bits == 8 ? multiply_units<8, Between>
                                       : multiply_units<16, Between>;
   bool cold = true;
   for (int64_t first = 0; first < rows; first += at_once) {
-    team.divide(units, 2, shares, [&](int64_t begin, int64_t end) {
+    team.divide(units, 2, [&](int64_t begin, int64_t end) {
       multiply(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, cold, between);
     });
   }
