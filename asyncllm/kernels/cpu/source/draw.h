@@ -12,8 +12,8 @@
 
 namespace asyncllm {
 
-constexpr std::int64_t kDrawTile = 32;    // tokens
-constexpr std::int64_t kDrawTiles = 8;     // that are weighed at once
+constexpr std::int64_t kDrawTile = 32;  // tokens
+constexpr std::int64_t kDrawTiles = 8;  // that are weighed at once
 constexpr std::int64_t kDrawPiece = kDrawTile * kDrawTiles;
 
 // Of a row.
