@@ -319,7 +319,7 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
   Workspace space(*model, *step, arena, 0);
   std::uint8_t *behind = sampled ? arena.take(Sampling::workspace_bytes(*sampled, step->threads)) : nullptr;
   const auto compute = [&](const Team &team, bool by_tiles) {
-    if (further && team.thread == std::min<int64_t>(1, team.threads - 1)) further->post();
+    if (further) further->give_way(team.thread == team.threads - 1);
     team.join();
     Pass(team, *model, *step, by_tiles).run();
     if (!sampled || !sampled->count) return;

@@ -18,8 +18,8 @@ namespace asyncllm {
 
 using std::int64_t;
 
-// Waits for all threads that have joined a team: its first one, and later on others. They spin, since a kernel's phases
-// take microseconds, and yield where that is long: one of them does not run then, because others use its processor.
+// Waits for all threads that have joined a team. They spin, since a kernel's phases take microseconds, and yield where
+// that is long: one of them does not run then, because others use its processor.
 class Barrier {
  public:
   // Ticks of the processor's clock that threads have waited beyond the spinning, all together.
@@ -49,7 +49,7 @@ class Barrier {
   static constexpr int kSpins = 1000;  // some 50 microseconds
   static constexpr std::uint64_t kMember = 1 << 16, kTurn = std::uint64_t{1} << 32;
   // of kTurn: turns; of kMember: threads that joined; threads that wait
-  alignas(64) std::atomic<std::uint64_t> state_{kMember};
+  alignas(64) std::atomic<std::uint64_t> state_{0};
   alignas(64) std::atomic<std::uint64_t> stalled_{0};
 };
 
@@ -81,7 +81,8 @@ class alignas(64) Share {
 
  private:
   static constexpr std::uint64_t kBehind = 1 << 21, kDivision = std::uint64_t{1} << 42;
-  std::atomic<std::uint64_t> state_{0};  // of kDivision: the last one's number; of kBehind: from the end; from the beginning
+  // of kDivision: the last one's number; of kBehind: taken from the end; taken from the beginning
+  std::atomic<std::uint64_t> state_{0};
 };
 
 // How often a thread has waited, and how often its team had when it joined; what it was asked to divide.
@@ -101,9 +102,9 @@ struct Team {
     if (progress->waits++ >= progress->joined && threads > 1) barrier->wait();
   }
 
-  // Nobody waits for a thread before, but for the first.
+  // Nobody waits for a thread before.
   void join() const {
-    if (thread) progress->joined = barrier->join();
+    if (threads > 1) progress->joined = barrier->join();
   }
 
   bool absent() const { return progress->waits < progress->joined; }
@@ -142,11 +143,7 @@ struct Team {
   }
 
  private:
-  // The first thread has no less than others, since nobody waits for them until they join.
-  Range share(int64_t count, int64_t whose) const {
-    const int64_t more = threads - 1;
-    return {(count * whose + more) / threads, (count * (whose + 1) + more) / threads};
-  }
+  Range share(int64_t count, int64_t whose) const { return {count * whose / threads, count * (whose + 1) / threads}; }
 };
 
 // Calls `function(team)` on each thread of a team of at most `threads`; each of them joins it first. Returns how much of
