@@ -17,10 +17,10 @@ from torch import Tensor
 
 from asyncllm.kernels.cpu import build
 from asyncllm.kernels.cpu.build import Library, load_library
-from asyncllm.kernels.cpu.decoder import DecoderOutputs
+from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.kernels.cpu.team import TeamSize
 from tests.kernels.cpu.test_decoder import CASES, LAYERS, Model
-from tests.kernels.cpu.test_logits import VOCABULARY, Steps, some_draws
+from tests.kernels.cpu.test_logits import Steps, no_logits, some_draws
 
 pytestmark = pytest.mark.full
 
@@ -124,16 +124,16 @@ def steps_of_single_tokens(library: Library, threads: int, rows: int) -> None:
     steps = Steps(library, rows, 4)
     before = [cache.clone() for cache in steps.model.caches]
 
-    def compute() -> list[Tensor]:
+    def compute(wanted: Tensor | Draws) -> list[Tensor]:
         for cache, kept in zip(steps.model.caches, before, strict=True):
             cache.copy_(kept)
-        draws = some_draws(rows)
-        step = steps.describe(DecoderOutputs(None, torch.full((rows, VOCABULARY), torch.nan), draws))
+        step = steps.describe(wanted)
         steps.model.kernel(step)
-        assert step.outputs is not None
-        return [step.residual, step.outputs.logits, draws.token_ids, *(cache.clone() for cache in steps.model.caches)]
+        found = wanted.token_ids if isinstance(wanted, Draws) else wanted
+        return [step.residual, found, *(cache.clone() for cache in steps.model.caches)]
 
-    joined_late(library, threads, compute, 5 * LAYERS + 3)
+    joined_late(library, threads, lambda: compute(some_draws(rows)), 5 * LAYERS + 3)
+    joined_late(library, threads, lambda: compute(no_logits(rows)), 5 * LAYERS + 2)
 
 
 @pytest.mark.parametrize("threads", [2, 3], indirect=True)

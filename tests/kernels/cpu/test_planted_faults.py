@@ -26,6 +26,7 @@ CHECKS = {
     "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
     "outputs": lambda library: test_logits.test_some_of_the_tokens_in_any_order(library, 1),
     "largest": lambda library: test_logits.test_the_first_of_the_largest(library, 700),
+    "many rows drawn": lambda library: test_logits.test_draws_from_any_vocabulary(library, 40, 4, 528),
     "no number drawn": lambda library: test_logits.test_what_is_no_number(library, 517),
 }
 
@@ -62,11 +63,20 @@ def tiled(compiled: Library) -> Library:
         ("token_attention.h", "i / heads.group() == head", "i / heads.group() >= head", "many keys"),
         ("attention.h", "load_bf16(by.norm + half + i)", "load_bf16(by.norm + i)", "heads"),
         ("tile_product.h", "row < kFields ? lower : upper", "lower", "product"),
-        ("draw.h", "tile ? ends[tile - 1] : 0.0", "ends[tile]", "draw"),
-        ("draw.h", "most, _CMP_GT_OQ", "most, _CMP_GE_OQ", "largest"),
-        ("draw.h", "if (odd || !", "if (!", "no number drawn"),
-        ("logits.h", "step.residual + sampled.token(row)", "step.residual + row", "outputs"),
-        ("logits.h", "step.positions[sampled.token(row)] + 1)", "step.positions[sampled.token(row)])", "outputs"),
+        ("draw.h", "reached = before;", "reached = sum;", "draw"),
+        ("draw.h", "first += kLanes, reached = next", "first += kLanes, reached = 0.0", "draw"),
+        ("draw.h", "_mm256_set1_ps(of_all)", "_mm256_set1_ps(9)", "draw"),
+        ("draw.h", "_mm512_reduce_max_ps(largest[i])", "_mm512_reduce_max_ps(largest[0])", "largest"),
+        ("draw.h", "if (odd) return", "if (false) return", "no number drawn"),
+        ("draw.h", "numeric_limits<float>::lowest()", "numeric_limits<float>::quiet_NaN()", "no number drawn"),
+        ("draw.h", "if (!(sum > 0.0)) return", "if (false) return", "no number drawn"),
+        ("simd.h", "6.9315130e-1f", "7.0315130e-1f", "draw"),
+        ("matrix.h", "bias ? bias + first", "bias ? bias", "largest"),
+        ("logits.h", "std::min(row, sampled_.count - rows)", "int64_t{0}", "many rows drawn"),
+        ("logits.h", "piece_ + (row - first) * kDrawTile", "piece_", "many rows drawn"),
+        ("logits.h", "weighed(row), first / kDrawTile", "weighed(row), 0", "many rows drawn"),
+        ("logits.h", "step_.residual + sampled_.token(row)", "step_.residual + row", "outputs"),
+        ("logits.h", "step_.positions[sampled_.token(row)] + 1)", "step_.positions[sampled_.token(row)])", "outputs"),
     ],
 )
 def test_planted_fault_is_caught(  # noqa: PLR0917

@@ -302,7 +302,7 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled
   step->longest = steps + *std::max_element(step->positions, step->positions + step->tokens);
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
-  if (sampled) arena.take(logits_bytes(*sampled, step->threads));
+  if (sampled) arena.take(Sampling::workspace_bytes(*sampled, step->threads));
   return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr));
 }
 
@@ -317,14 +317,14 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
   if (!ready()) return -1.0;
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
-  std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
+  std::uint8_t *behind = sampled ? arena.take(Sampling::workspace_bytes(*sampled, step->threads)) : nullptr;
   const auto compute = [&](const Team &team, bool by_tiles) {
     if (further) further->give_way(team.thread == team.threads - 1);
     team.join();
     Pass(team, *model, *step, by_tiles).run();
     if (!sampled || !sampled->count) return;
     team.wait();  // the stream is whole
-    compute_logits(team, *step, *sampled, by_tiles, behind);
+    Sampling(team, *step, *sampled, by_tiles, behind).run();
   };
   double lost = 0.0;
   int64_t steps = 0;
@@ -363,16 +363,15 @@ void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, 
   for (int64_t i = 0; i < count; ++i) out[i] = uniform(seed[i], position[i], choice[i], stream);
 }
 
-// See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
+// See kernels/cpu/draw.py; `workspace` has room for a row's tiles for each thread.
 double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
-                     const float *uniform, int64_t *found, double *ends, int64_t threads) {
-  const int64_t tiles = vocabulary / kDrawTile + 1;
+                     const float *uniform, int64_t *found, float *workspace, int64_t threads) {
   return run_team(threads, [&](const Team &team) {
     team.join();
+    const DrawTiles tiles = DrawTiles::in(workspace + team.thread * DrawTiles::floats(vocabulary), vocabulary);
     team.divide(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        found[row] =
-            draw(logits + row * vocabulary, vocabulary, temperature[row], uniform[row], ends + team.thread * tiles);
+        found[row] = draw(logits + row * vocabulary, vocabulary, Temperature(temperature[row]), uniform[row], tiles);
       }
     });
   });
