@@ -190,8 +190,12 @@ class Pass {
     const float factor = input_factor(layer.output);
 #ifdef __AMX_BF16__
     if (by_tiles()) {
+      const int64_t next = std::min(token + 1, step_.singles - 1), place = step_.positions[next];
+      const History following = history(layer, next);
+      const bool whole = count == heads_.keys;  // else other heads of this token are next
+      const NextKeys keys{whole && next > token ? &following : nullptr, first_key(layer, place), place};
       return attend_heads_by_tiles(queries, history(layer, token), first, position, head, count, scale(), factor, out,
-                                   scratch_);
+                                   scratch_, keys);
     }
 #endif
     for (int64_t i = 0; i < count; ++i) {
