@@ -254,7 +254,7 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
 }
 
 constexpr int64_t kMostRows = 1024;     // that are multiplied with a strip
-constexpr int64_t kLeastRows = 128;     // for which a thread makes weights of its own
+constexpr int64_t kLeastRows = 256;     // for which a thread makes weights of its own
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
 // Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more. What a unit's sums
