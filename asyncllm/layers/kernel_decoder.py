@@ -54,7 +54,7 @@ class KernelBatch:
     caches: tuple[Tensor, ...]  # [blocks, block_size, 2, kv_heads, head_dim] of each layer of a group
     draws: Draws | None = None  # from the logits of the sampled tokens; None: nothing is drawn
     further: FurtherSteps | None = None  # that the next call may compute behind this one
-    described: DescribedStep | None = None  # once logits were computed
+    described: DescribedStep | None = None  # once tokens were drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +141,21 @@ class KernelDecoder:
         return Residual(described.step.residual.view(torch.bfloat16))
 
     def logits(self, token_ids: Tensor, lengths: Tensor | None, sampled: Tensor | None, batch: KernelBatch) -> Tensor:
-        """[s, vocabulary] float32 of these tokens, None: of all; and what the batch draws from them. They are
-        overwritten when the same batch is computed again, of what the same tensors hold then."""
+        """[s, vocabulary] float32 of these tokens, None: of all. Nothing is drawn from them."""
+        assert self._vocabulary is not None
+        logits = torch.empty(len(token_ids if sampled is None else sampled), self._vocabulary)
+        self._compute(self._describe(token_ids, batch, DecoderOutputs(sampled, logits)), lengths, batch)
+        return logits
+
+    def draw(self, token_ids: Tensor, lengths: Tensor | None, sampled: Tensor | None, batch: KernelBatch) -> None:
+        """What the batch draws, from the logits of these tokens, None: of all. The same batch may be computed again, of
+        what the same tensors hold then."""
         described = batch.described
         if described is None or described.token_ids is not token_ids:
-            assert self._vocabulary is not None
-            count = len(token_ids if sampled is None else sampled)
-            outputs = DecoderOutputs(sampled, torch.empty(count, self._vocabulary), batch.draws)
+            assert batch.draws is not None
+            outputs = DecoderOutputs(sampled, batch.draws)
             described = batch.described = self._describe(token_ids, batch, outputs)
         self._compute(described, lengths, batch)
-        assert described.step.outputs is not None
-        return described.step.outputs.logits
 
     def table_bytes(self) -> int:
         """Size of its own copies of the rotations' tables."""

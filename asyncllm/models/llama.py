@@ -143,6 +143,12 @@ class Llama:
             return self.decoder.logits(batch.token_ids, batch.lengths, batch.sampled, batch.layers)
         return self.head.normed(self._residual(batch), self.norm)
 
+    def draw(self, batch: ForwardBatch) -> None:
+        """What a `KernelBatch` draws of the sampled tokens' logits, which nobody sees; for a model that does so."""
+        assert self.decoder is not None
+        assert batch.layers is not None
+        self.decoder.draw(batch.token_ids, batch.lengths, batch.sampled, batch.layers)
+
     def features(self, batch: ForwardBatch) -> Tensor:
         """What the head makes logits of, at the sampled tokens: [s, hidden_size]."""
         return self.norm.of(self._residual(batch))
@@ -166,7 +172,7 @@ class Llama:
 
     @property
     def draws_tokens(self) -> bool:
-        """Whether `forward` draws what a `KernelBatch` asks for."""
+        """Whether it has what `draw` needs."""
         return self.decoder is not None and self.decoder.has_head
 
     def slots(self) -> Iterator[tuple[str, Loadable]]:

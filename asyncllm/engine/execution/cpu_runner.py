@@ -147,11 +147,12 @@ class StepExecutor:
         further: FurtherSteps | None = None
         if begin is not None and goes_on and decoder is not None and decoder.goes_on:
             further = begin(partial(run.further, decoder))
-        logits = run.forward(self._model, further)
+        run.draw(self._model, further)
         if further is not None and further.done:
             self._run = run
             return StepResult(step, further.tokens[0].numpy())
         if NO_TOKEN in run.token_ids.tolist():  # of what is no number, `sample` knows what it counts as
+            logits = run.logits(self._model)
             run.settle(rows)
             token_ids, _ = self._sample(logits, sampled, rows.sampling(sampled, rows.position[sampled]))
             return StepResult(step, token_ids.astype(np.int32))

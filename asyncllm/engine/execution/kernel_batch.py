@@ -105,10 +105,16 @@ class DecodeRun:
         if lengths is not None:
             lengths.copy_(tokens.lengths(rows))
 
-    def forward(self, model: Llama, further: FurtherSteps | None) -> Tensor:
-        """Compute the step, and `further` ones behind it. Returns the last one's logits."""
+    def draw(self, model: Llama, further: FurtherSteps | None) -> None:
+        """Compute the step, and `further` ones behind it."""
         assert self.batch.layers is not None
         self.batch.layers.further = further
+        model.draw(self.batch)
+
+    def logits(self, model: Llama) -> Tensor:
+        """[s, vocabulary] float32 of a step that has drawn a token that is none: it is computed again."""
+        assert self.batch.layers is not None
+        self.batch.layers.further = None
         return model.forward(self.batch)
 
     def settle(self, rows: RowState) -> None:

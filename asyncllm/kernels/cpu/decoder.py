@@ -1,5 +1,5 @@
 """All layers of a decoder in one call: norms, products, rotation, cache write, attention (`source/decoder.cpp`); and
-what follows them, if it is wanted: logits, and the tokens that are drawn from them (`source/logits.h`).
+what follows them, if it is wanted: logits, or the tokens that are drawn from them (`source/logits.h`).
 
 One call, because what lies between the kernels would take as long as they do: a step of one row has 150 of them, of
 some ten microseconds each. And the interpreter is given up and taken again once, however busy the host keeps it.
@@ -75,11 +75,10 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutputs:
-    """What is wanted of a step beside what the layers leave."""
+    """What is wanted of a step beside what the layers leave: logits, or tokens that are drawn from them."""
 
-    tokens: Tensor | None  # [s] int64 of the step's, those whose logits are wanted; None: all, in their order
-    logits: Tensor  # [s, vocabulary] float32, which the kernel writes
-    draws: Draws | None  # None: nothing is drawn
+    tokens: Tensor | None  # [s] int64 of the step's, those of whom it is wanted; None: all, in their order
+    wanted: Tensor | Draws  # [s, vocabulary] float32, which the kernel writes; or draws, which need no such memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +291,16 @@ class _SampledStruct(ctypes.Structure):
 
 def _sampled(kernel: DecoderKernel, outputs: DecoderOutputs) -> _SampledStruct:
     assert kernel.head is not None, "a step with outputs, of a kernel without a head"
+    wanted = outputs.wanted
     struct = _SampledStruct(
-        head=ctypes.pointer(kernel.head),
-        count=len(outputs.logits),
-        tokens=None if outputs.tokens is None else outputs.tokens.data_ptr(),
-        logits=outputs.logits.data_ptr(),
+        head=ctypes.pointer(kernel.head), tokens=None if outputs.tokens is None else outputs.tokens.data_ptr()
     )
-    if (draws := outputs.draws) is not None:
-        struct.temperature, struct.found = draws.temperature.data_ptr(), draws.token_ids.data_ptr()
-        struct.seed, struct.choice = draws.seed.data_ptr(), draws.choice.data_ptr()
+    if isinstance(wanted, Draws):
+        struct.count = len(wanted.token_ids)
+        struct.temperature, struct.found = wanted.temperature.data_ptr(), wanted.token_ids.data_ptr()
+        struct.seed, struct.choice = wanted.seed.data_ptr(), wanted.choice.data_ptr()
+    else:
+        struct.count, struct.logits = len(wanted), wanted.data_ptr()
     return struct
 
 

@@ -9,8 +9,8 @@ from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import aligned
 from asyncllm.kernels.cpu.team import TeamTime
 
-_TILE = 256
-"""`kDrawTile` of the source."""
+_PIECES = 512
+"""Tokens, to a multiple of which a row's tiles are padded."""
 
 
 def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
 
     def draw(threads: int) -> TeamTime:
         threads = min(threads, max(1, rows))
-        ends = aligned(8 * threads * (vocabulary // _TILE + 1))
+        workspace = aligned(128 * threads * -(-vocabulary // _PIECES))
         lost: float = library.functions.asyncllm_draw(
             logits.data_ptr(),
             rows,
@@ -34,7 +34,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
             temperature.data_ptr(),
             uniform.data_ptr(),
             found.data_ptr(),
-            ends.data_ptr(),
+            workspace.data_ptr(),
             threads,
         )
         return TeamTime(lost)

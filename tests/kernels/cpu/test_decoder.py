@@ -181,6 +181,23 @@ def test_any_number_of_threads(library: Library, threads: int, rows: int) -> Non
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_same_with_any_number_of_threads(library: Library, rows: int) -> None:
+    """To the bit: what a thread takes of the work, and when it joins, changes nothing."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            model = Model(library, CASES["smollm2"], rows, 50)
+            first = [model.run([(row, 0, 40)]) for row in range(rows)]
+            rest = [model.run([(row, at, 1) for row in range(rows)]) for at in range(40, 50)]
+            found.append(torch.cat((*first, *rest)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_single_tokens_with_many_keys(library: Library, name: str) -> None:
     """More than a piece of keys, and fewer; at the ends of blocks and of pieces, of rows whose tables are full."""

@@ -1,4 +1,4 @@
-"""What follows the layers in the same call: as the head's product and draws by themselves, to the bit."""
+"""What follows the layers in the same call, logits or draws: as by the head's product and draws alone, to the bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Steps:
         weights = self.model.kernel._weights
         return DecoderKernel(self.library, self.model.shape, weights, HeadWeights(self.norm, matrix, EPS))
 
-    def describe(self, outputs: DecoderOutputs) -> DecoderStep:
+    def describe(self, wanted: Tensor | Draws, tokens: Tensor | None = None) -> DecoderStep:
         model, positions = self.model, self.positions
         return DecoderStep(
             residual=model.inputs[:, 20].clone(),
@@ -54,7 +54,7 @@ class Steps:
             windows=[None],
             caches=model.caches,
             reads_new=False,
-            outputs=outputs,
+            outputs=DecoderOutputs(tokens, wanted),
         )
 
     def expected(self, residual: Tensor, tokens: Tensor | None) -> Tensor:
@@ -69,6 +69,11 @@ def some_draws(rows: int) -> Draws:
     return Draws(temperature, seed, torch.arange(rows) % 4, torch.full((rows,), -7, dtype=torch.int32))
 
 
+def no_logits(rows: int) -> Tensor:
+    """For those that the kernel is to write."""
+    return torch.full((rows, VOCABULARY), float("nan"))
+
+
 def expected_tokens(library: Library, logits: Tensor, draws: Draws, positions: Tensor) -> Tensor:
     uniform = draw_uniform(library, draws.seed, positions + 1, draws.choice)
     greedy = draws.temperature == 0
@@ -80,12 +85,36 @@ def expected_tokens(library: Library, logits: Tensor, draws: Draws, positions: T
 @pytest.mark.parametrize("rows", [1, 3, 16, 33])
 def test_logits_and_draws(library: Library, rows: int, bits: int) -> None:
     steps = Steps(library, rows, bits)
-    draws = some_draws(rows)
-    outputs = DecoderOutputs(None, torch.full((rows, VOCABULARY), float("nan")), draws)
-    step = steps.describe(outputs)
+    draws, logits = some_draws(rows), no_logits(rows)
+    step = steps.describe(logits)
     steps.model.kernel(step)
-    assert torch.equal(outputs.logits, steps.expected(step.residual, None))
-    assert torch.equal(draws.token_ids, expected_tokens(library, outputs.logits, draws, steps.positions))
+    assert torch.equal(logits, steps.expected(step.residual, None))
+    drawing = steps.describe(draws)
+    steps.model.kernel(drawing)
+    assert torch.equal(drawing.residual, step.residual)
+    assert torch.equal(draws.token_ids, expected_tokens(library, logits, draws, steps.positions))
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("rows", [2, 5, 16, 17, 36, 40])
+@pytest.mark.parametrize("vocabulary", [16, 48, 272, 528])
+def test_draws_from_any_vocabulary(library: Library, rows: int, bits: int, vocabulary: int) -> None:
+    """With as many threads as there may be, from the first to the last token; all logits are close to each other."""
+    steps = Steps(library, rows, bits)
+    steps.matrix, _ = make(grouped(vocabulary, steps.model.case.hidden, min(bits, 8)), bits)
+    steps.model.kernel = steps.kernel(steps.matrix)
+    draws, logits = some_draws(rows), torch.empty(rows, vocabulary)
+    draws.temperature[draws.temperature > 0] *= 40
+    steps.model.kernel(steps.describe(logits))
+    expected, before = expected_tokens(library, logits, draws, steps.positions), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            draws.token_ids.fill_(-7)
+            steps.model.kernel(steps.describe(draws))
+            assert torch.equal(draws.token_ids, expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -97,11 +126,12 @@ def test_some_of_the_tokens_in_any_order(library: Library, threads: int) -> None
         steps = Steps(library, 9, 4)
         tokens, draws = torch.tensor([7, 0, 3, 3, 8]), some_draws(5)
         steps.positions = torch.arange(9) + 12
-        outputs = DecoderOutputs(tokens, torch.empty(5, VOCABULARY), draws)
-        step = steps.describe(outputs)
+        logits = no_logits(5)
+        step = steps.describe(logits, tokens)
         steps.model.kernel(step)
-        assert torch.equal(outputs.logits, steps.expected(step.residual, tokens))
-        assert torch.equal(draws.token_ids, expected_tokens(library, outputs.logits, draws, steps.positions[tokens]))
+        assert torch.equal(logits, steps.expected(step.residual, tokens))
+        steps.model.kernel(steps.describe(draws, tokens))
+        assert torch.equal(draws.token_ids, expected_tokens(library, logits, draws, steps.positions[tokens]))
     finally:
         torch.set_num_threads(before)
 
@@ -109,18 +139,19 @@ def test_some_of_the_tokens_in_any_order(library: Library, threads: int) -> None
 def test_no_token_is_wanted(library: Library) -> None:
     """Of a piece of a prompt, say: the layers are computed all the same."""
     steps = Steps(library, 3, 4)
-    plain = steps.describe(DecoderOutputs(None, torch.empty(3, VOCABULARY), None))
+    plain = steps.describe(no_logits(3))
     steps.model.kernel(plain)
-    with_none = steps.describe(DecoderOutputs(torch.empty(0, dtype=torch.int64), torch.empty(0, VOCABULARY), None))
-    steps.model.kernel(with_none)
-    assert torch.equal(plain.residual, with_none.residual)
+    for none in (no_logits(0), some_draws(0)):
+        with_none = steps.describe(none, torch.empty(0, dtype=torch.int64))
+        steps.model.kernel(with_none)
+        assert torch.equal(plain.residual, with_none.residual)
 
 
 def test_a_call_computes_what_its_tensors_hold(library: Library) -> None:
     """The same step described once and described anew, with other numbers and positions, and other calls between."""
     steps = Steps(library, 5, 4)
     draws = some_draws(5)
-    step = steps.describe(DecoderOutputs(None, torch.empty(5, VOCABULARY), draws))
+    step = steps.describe(draws)
     call = DecoderCall(steps.model.kernel, step)
     call()
     steps.model.run([(2, 25, 30)])  # of more tokens, which need more memory
@@ -132,14 +163,12 @@ def test_a_call_computes_what_its_tensors_hold(library: Library) -> None:
     for row in range(5):
         steps.model.run([(row, 21, 40)])
     call()
-    anew = steps.describe(DecoderOutputs(None, torch.empty(5, VOCABULARY), some_draws(5)))
+    others = some_draws(5)
+    anew = steps.describe(others)
     anew.residual.copy_(steps.model.inputs[:, 33])
     steps.model.kernel(anew)
-    assert anew.outputs is not None
-    assert step.outputs is not None
-    assert anew.outputs.draws is not None
-    assert torch.equal(step.outputs.logits, anew.outputs.logits)
-    assert torch.equal(draws.token_ids, anew.outputs.draws.token_ids)
+    assert torch.equal(step.residual, anew.residual)
+    assert torch.equal(draws.token_ids, others.token_ids)
 
 
 def draws_of(library: Library, alter: Callable[[Tensor], object]) -> list[int]:
@@ -152,9 +181,10 @@ def draws_of(library: Library, alter: Callable[[Tensor], object]) -> list[int]:
     steps.matrix, steps.model.kernel = matrix, steps.kernel(matrix)
     draws = some_draws(4)
     draws.temperature[:2], draws.temperature[2:] = 0.0, 1.0
-    outputs = DecoderOutputs(None, torch.empty(4, VOCABULARY), draws)
-    steps.model.kernel(steps.describe(outputs))
-    assert torch.equal(outputs.logits[0].nan_to_num(), bias.nan_to_num())
+    logits = no_logits(4)
+    steps.model.kernel(steps.describe(logits))
+    assert torch.equal(logits[0].nan_to_num(), bias.nan_to_num())
+    steps.model.kernel(steps.describe(draws))
     return draws.token_ids.tolist()
 
 

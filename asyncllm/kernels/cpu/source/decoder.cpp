@@ -6,22 +6,15 @@
 
 namespace asyncllm {
 
-constexpr int64_t kShared = 5;  // what of a layer is divided into shares
-
-inline int64_t shares_bytes(const Decoder &model, const Step &step) {
-  return static_cast<int64_t>(sizeof(Share)) * (kShared * model.count + 1) * step.threads;  // and the head
-}
-
 // One thread's way through the layers.
 class Pass {
  public:
-  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles, Share *shares)
+  Pass(const Team &team, const Decoder &model, const Step &step, bool tiles)
       : team_(team),
         model_(model),
         step_(step),
         heads_(model.heads()),
         tiles_(tiles),
-        shares_(shares),
         heads_at_once_(choose_heads_at_once()),
         prefetcher_(team, model, step, tasks_of_token()),
         arena_{step.workspace},
@@ -29,24 +22,26 @@ class Pass {
         scratch_(space_.own + Workspace::few_bytes(model)) {}
 
   void run() {
-    const int64_t hidden = model_.hidden, tokens = step_.tokens;
-    const Range mine = team_.whole(tokens);
-    const Range shares = team_.whole((kShared * model_.count + 1) * team_.threads);
-    for (int64_t i = shares.begin; i < shares.end; ++i) shares_[i].taken = 0;
-    for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) {
-      _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
-    }
+    team_.divide(step_.tokens, kRowsAtOnce, [&](int64_t begin, int64_t end) {
+      for (int64_t i = 0; i < step_.tables_read; ++i) step_.lines[i].take({begin, end});
+      for (int64_t i = begin * model_.hidden; i < end * model_.hidden; i += kLanes) {
+        _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
+      }
+    });
     team_.wait();
     prefetcher_.start(model_.layers[0]);
     for (int64_t index = 0; index < model_.count; ++index) run_layer(model_.layers[index], index);
-    for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) {
-      store_bf16(step_.residual + i, _mm512_loadu_ps(space_.residual + i));
-    }
+    team_.divide(step_.tokens, kRowsAtOnce, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * model_.hidden; i < end * model_.hidden; i += kLanes) {
+        store_bf16(step_.residual + i, _mm512_loadu_ps(space_.residual + i));
+      }
+    });
   }
 
  private:
   static constexpr int64_t kWeightsExpected = 8192;  // bytes
   static constexpr int64_t kLinesAtOnce = 2;
+  static constexpr int64_t kRowsAtOnce = 4;  // of what is quick
 
   void run_layer(const Layer &layer, int64_t index) {
     const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
@@ -64,11 +59,8 @@ class Pass {
 
   template <class Input>
   void product(const Matrix &matrix, Input &&input, const Output &output) {
-    Share *shares = next_shares();
-    if (!team_.absent()) {
-      multiply(team_, matrix, input(), step_.tokens, output, tiles_, scratch_, shares,
-               [&](int64_t blocks) { prefetcher_.ask(blocks); });
-    }
+    multiply(team_, matrix, input(), step_.tokens, output, tiles_, scratch_,
+             [&](int64_t blocks) { prefetcher_.ask(blocks); });
     team_.wait();
   }
 
@@ -121,11 +113,17 @@ class Pass {
     const Form form = form_of(matrix, rows, tiles_);
     const int64_t stride = row_bytes(form, matrix.inputs);
     const bool few = rows <= kFewRows;
-    if (few) begin_weights(matrix);
     std::uint8_t *to = few ? space_.own : space_.input;
-    const Range range = few ? Range{0, rows} : team_.share(rows);
-    for (int64_t row = range.begin; row < range.end; ++row) put(form, to + row * stride, row);
-    if (!few) team_.wait();
+    const auto put_rows = [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) put(form, to + row * stride, row);
+    };
+    if (!few) {
+      team_.divide(rows, kRowsAtOnce, put_rows);
+      team_.wait();
+    } else if (!team_.absent()) {
+      begin_weights(matrix);
+      put_rows(0, rows);
+    }
     return {form, to, stride};
   }
 
@@ -147,11 +145,10 @@ class Pass {
   }
 
   // The only token of a step: its keys are cut into parts, so that the threads have as much to do.
-  void attend_alone(const Layer &layer, Share *shares) {
-    if (team_.absent()) return;
+  void attend_alone(const Layer &layer) {
     const int64_t position = step_.positions[0];
     const Parts parts(first_key(layer, position), position);
-    team_.divide(parts.count * heads_.keys, 1, shares, [&](int64_t begin, int64_t end) {
+    team_.divide(parts.count * heads_.keys, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         attend_part_of(layer, parts, task / heads_.keys, task % heads_.keys, position);
       }
@@ -178,6 +175,7 @@ class Pass {
   const bf16 *joined(const Layer &layer) {
     const int64_t position = step_.positions[0];
     auto *out = reinterpret_cast<bf16 *>(space_.own + space_.few_bytes(model_) - space_.joined_bytes(model_));
+    if (team_.absent()) return out;
     join_parts(space_.partial(0, 0), Parts(first_key(layer, position), position).count, heads_.queries, model_.dim,
                input_factor(layer.output), out);
     return out;
@@ -192,8 +190,12 @@ class Pass {
     const float factor = input_factor(layer.output);
 #ifdef __AMX_BF16__
     if (by_tiles()) {
+      const int64_t next = std::min(token + 1, step_.singles - 1), place = step_.positions[next];
+      const History following = history(layer, next);
+      const bool whole = count == heads_.keys;  // else other heads of this token are next
+      const NextKeys keys{whole && next > token ? &following : nullptr, first_key(layer, place), place};
       return attend_heads_by_tiles(queries, history(layer, token), first, position, head, count, scale(), factor, out,
-                                   scratch_);
+                                   scratch_, keys);
     }
 #endif
     for (int64_t i = 0; i < count; ++i) {
@@ -219,27 +221,22 @@ class Pass {
 
   int64_t tasks_of_token() const { return (heads_.keys + heads_at_once_ - 1) / heads_at_once_; }
 
-  Share *next_shares() {
-    Share *next = shares_;
-    shares_ += team_.threads;
-    return next;
-  }
-
-  // Calls `function(token, head, count)` for this thread's part of the tokens from `first` to `last`.
+  // Divides the KV heads of the tokens from `first` to `last`: `function(token, head, count)`.
   template <class Function>
   void for_heads(int64_t first, int64_t last, Function &&function) {
     const int64_t tasks = tasks_of_token();
-    const Range range = team_.share((last - first) * tasks);
-    for (int64_t task = range.begin; task < range.end; ++task) {
-      const int64_t head = task % tasks * heads_at_once_;
-      function(first + task / tasks, head, std::min(heads_at_once_, heads_.keys - head));
-    }
+    team_.divide((last - first) * tasks, first < step_.singles ? 1 : kRowsAtOnce, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t head = task % tasks * heads_at_once_;
+        function(first + task / tasks, head, std::min(heads_at_once_, heads_.keys - head));
+      }
+    });
   }
 
   bool alone() const { return is_alone(step_); }
 
   void attend(const Layer &layer) {
-    if (alone()) return attend_alone(layer, next_shares());
+    if (alone()) return attend_alone(layer);
     const int64_t singles = step_.singles;
     const bool waits = step_.spans || step_.reads_new;
     for_heads(0, singles, [&](int64_t token, int64_t head, int64_t count) {
@@ -253,28 +250,26 @@ class Pass {
     for_heads(0, singles,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
 #ifdef __AMX_BF16__
-    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer, &next_shares()->taken);
+    if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer);
 #endif
     for_heads(singles, step_.tokens,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
   }
 
 #ifdef __AMX_BF16__
-  // Pieces of chunks, the last, which see most, first; whoever is done takes the next.
-  void attend_chunks(const Layer &layer, std::atomic<std::uint64_t> *next) {
+  // Pieces of chunks, the last, which see most, first.
+  void attend_chunks(const Layer &layer) {
     int64_t pieces = 0;
     for (int64_t span = 0; span < step_.spans; ++span) pieces += pieces_of(span);
     const int64_t heads = model_.keys, width = heads_.queries * model_.dim;
-    for (;;) {
-      const auto task = static_cast<int64_t>(next->fetch_add(1, std::memory_order_relaxed));
-      if (task >= pieces * heads) return;
+    team_.divide_in_order(pieces * heads, [&](int64_t task) {
       int64_t piece = pieces - 1 - task / heads, span = 0;
       while (piece >= pieces_of(span)) piece -= pieces_of(span++);
       const int64_t token = step_.span_starts[span] + piece * kTokensAtOnce;
       const int64_t count = std::min(kTokensAtOnce, step_.span_starts[span + 1] - token);
       attend_chunk(qkv(token), heads_.width(), history(layer, token), step_.positions[token], count, layer.window,
                    task % heads, scale(), input_factor(layer.output), space_.attended + token * width, width, scratch_);
-    }
+    });
   }
 
   int64_t pieces_of(int64_t span) const {
@@ -287,7 +282,6 @@ class Pass {
   const Step &step_;
   const Heads heads_;
   const bool tiles_;
-  Share *shares_;  // of each product and each attention that follow, one of each thread
   const int64_t heads_at_once_;  // KV heads of a token alone in its row
   KeyPrefetcher prefetcher_;
   Arena arena_;
@@ -312,8 +306,8 @@ int64_t asyncllm_workspace_bytes(const Decoder *model, Step *step, const Sampled
   step->longest = steps + *std::max_element(step->positions, step->positions + step->tokens);
   Arena arena{nullptr};
   Workspace space(*model, *step, arena, 0);
-  if (sampled) arena.take(logits_bytes(*sampled, step->threads));
-  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr)) + shares_bytes(*model, *step);
+  if (sampled) arena.take(Sampling::workspace_bytes(*sampled, step->threads));
+  return static_cast<int64_t>(arena.at - static_cast<std::uint8_t *>(nullptr));
 }
 
 // Returns what `run_team` does, as all functions that compute with several threads; -1 where a table lacks a line.
@@ -327,23 +321,19 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
   if (!ready()) return -1.0;
   Arena arena{step->workspace};
   Workspace space(*model, *step, arena, 0);
-  std::uint8_t *behind = sampled ? arena.take(logits_bytes(*sampled, step->threads)) : nullptr;
-  auto *shares = arena.take<Share>(shares_bytes(*model, *step));
+  std::uint8_t *behind = sampled ? arena.take(Sampling::workspace_bytes(*sampled, step->threads)) : nullptr;
   const auto compute = [&](const Team &team, bool by_tiles) {
-    if (further && team.thread == std::min<int64_t>(1, team.threads - 1)) further->post();
+    if (further) further->give_way(team.thread == team.threads - 1);
     team.join();
-    for (int64_t i = 0; i < step->tables_read; ++i) step->lines[i].take(team.whole(step->tokens));
-    team.wait();
-    Pass(team, *model, *step, by_tiles, shares).run();
+    Pass(team, *model, *step, by_tiles).run();
     if (!sampled || !sampled->count) return;
     team.wait();  // the stream is whole
-    Share *last = is_alone(*step) ? shares + kShared * model->count * team.threads : nullptr;
-    compute_logits(team, *step, *sampled, by_tiles, last, behind);
+    Sampling(team, *step, *sampled, by_tiles, behind).run();
   };
   double lost = 0.0;
   int64_t steps = 0;
   for (bool goes_on = true; goes_on;) {
-    lost += run_team(step->threads, is_alone(*step), [&](const Team &team) {
+    lost += run_team(step->threads, [&](const Team &team) {
 #ifdef __AMX_BF16__
       if (tiles) {
         const Tiles configured;
@@ -377,16 +367,17 @@ void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, 
   for (int64_t i = 0; i < count; ++i) out[i] = uniform(seed[i], position[i], choice[i], stream);
 }
 
-// See kernels/cpu/draw.py; `ends` has room for a row's tiles for each thread.
+// See kernels/cpu/draw.py; `workspace` has room for a row's tiles for each thread.
 double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
-                     const float *uniform, int64_t *found, double *ends, int64_t threads) {
-  const int64_t tiles = vocabulary / kDrawTile + 1;
-  return run_team(threads, false, [&](const Team &team) {
-    const Range range = team.share(rows);
-    for (int64_t row = range.begin; row < range.end; ++row) {
-      found[row] =
-          draw(logits + row * vocabulary, vocabulary, temperature[row], uniform[row], ends + team.thread * tiles);
-    }
+                     const float *uniform, int64_t *found, float *workspace, int64_t threads) {
+  return run_team(threads, [&](const Team &team) {
+    team.join();
+    const DrawTiles tiles = DrawTiles::in(workspace + team.thread * DrawTiles::floats(vocabulary), vocabulary);
+    team.divide(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        found[row] = draw(logits + row * vocabulary, vocabulary, Temperature(temperature[row]), uniform[row], tiles);
+      }
+    });
   });
 }
 
@@ -398,25 +389,27 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
   const int64_t stride = row_bytes(form, inputs);
   std::uint8_t *prepared = workspace + threads * kProductScratchBytes;
   const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
-  return run_team(threads, false, [&](const Team &team) {
-    const Range range = team.share(rows);
-    for (int64_t row = range.begin; row < range.end; ++row) {
-      const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
-      std::uint8_t *to = prepared + row * stride;
-      if (norm)
-        put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
-      else
-        put_row(form, to, inputs, source);
-    }
+  return run_team(threads, [&](const Team &team) {
+    team.join();
+    team.divide(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
+        std::uint8_t *to = prepared + row * stride;
+        if (norm)
+          put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
+        else
+          put_row(form, to, inputs, source);
+      }
+    });
     team.wait();
     std::uint8_t *scratch = workspace + team.thread * kProductScratchBytes;
 #ifdef __AMX_BF16__
     if (tiles) {
       const Tiles configured;
-      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, nullptr, [](int64_t) {});
+      return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [](int64_t) {});
     }
 #endif
-    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, nullptr, [](int64_t) {});
+    multiply(team, *matrix, {form, prepared, stride}, rows, output, false, scratch, [](int64_t) {});
   });
 }
 }

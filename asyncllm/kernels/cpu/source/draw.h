@@ -1,5 +1,8 @@
-// Draws a token of each row of logits: the first whose weight, added to those of all before it, reaches a given share.
-// -1 where a logit is not a number, or +inf, or all are -inf.
+// Draws a token of a row of logits: the first whose weight, e^(logit / temperature), added to those of all before it,
+// reaches a given share of their sum. Where there is no temperature, the first of the largest logits.
+//
+// For neither all logits need be there at once. Of each tile of tokens, the largest logit and the sum of the weights
+// are kept; they tell which tile the token is in, and only that tile's logits are looked at again.
 #pragma once
 
 #include <algorithm>
@@ -9,69 +12,164 @@
 
 namespace asyncllm {
 
-constexpr std::int64_t kDrawTile = 256;  // tokens whose weights are added up at once
+constexpr std::int64_t kDrawTile = 32;  // tokens
+constexpr std::int64_t kDrawTiles = 8;  // that are weighed at once
+constexpr std::int64_t kDrawPiece = kDrawTile * kDrawTiles;
 
-// 16 logits from `at` on; past the end of the vocabulary, which have no weight, −inf.
-inline __m512 logits_at(const float *logits, std::int64_t at, std::int64_t vocabulary) {
-  const std::int64_t count = std::min<std::int64_t>(kLanes, vocabulary - at);
-  const auto inside = static_cast<__mmask16>((1u << count) - 1);
-  return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), inside, logits + at);
+// Of a row.
+struct DrawTiles {
+  std::int64_t count;
+  float *most;  // [count] of which none of a tile's logits is larger; not a number where one of them is none
+  float *sums;  // [count] of weights, where that of such a logit is 1
+
+  static std::int64_t floats(std::int64_t vocabulary) { return 2 * padded(vocabulary); }
+
+  static DrawTiles in(float *memory, std::int64_t vocabulary) {
+    return {(vocabulary + kDrawTile - 1) / kDrawTile, memory, memory + padded(vocabulary)};
+  }
+
+ private:
+  static std::int64_t padded(std::int64_t vocabulary) {
+    return (vocabulary + 2 * kDrawPiece - 1) / (2 * kDrawPiece) * 2 * kDrawTiles;
+  }
+};
+
+// 16 numbers from `at` on; behind the last one, what has no weight.
+inline __m512 some_from(const float *numbers, std::int64_t at, std::int64_t count, float none = -INFINITY) {
+  if (at + kLanes <= count) return _mm512_loadu_ps(numbers + at);
+  const auto inside = static_cast<__mmask16>((1u << std::max<std::int64_t>(0, count - at)) - 1);
+  return _mm512_mask_loadu_ps(_mm512_set1_ps(none), inside, numbers + at);
 }
 
-// The first of the largest logits; -1 where one is not a number, or all are -inf.
-inline std::int64_t largest(const float *logits, std::int64_t vocabulary) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
-  __m512i from = _mm512_setzero_si512();  // the first lane's token, of the vector that each lane's largest is in
+class Temperature {
+ public:
+  explicit Temperature(float value) : value_(value) {}
+
+  bool draws() const { return value_ > 0.0f; }
+
+  // Compared with that of the largest logit, of which the difference is taken first: so no temperature makes it
+  // overflow, as long as no factor is infinite.
+  __m512 weights(__m512 logits, float most) const {
+    const float factor = std::min(kLog2E / value_, std::numeric_limits<float>::max());
+    return exp2(_mm512_mul_ps(_mm512_sub_ps(logits, _mm512_set1_ps(most)), _mm512_set1_ps(factor)));
+  }
+
+ private:
+  float value_;
+};
+
+// Of a piece's logits, which are `count`; `tile` is the first of its tiles.
+inline void weigh(const float *logits, std::int64_t count, Temperature temperature, const DrawTiles &tiles,
+                  std::int64_t tile) {
+  __m512 largest[kDrawTiles];
   __mmask16 odd = 0;
-  for (std::int64_t i = 0; i < vocabulary; i += kLanes) {
-    const __m512 values = logits_at(logits, i, vocabulary);
-    odd |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    const __mmask16 larger = _mm512_cmp_ps_mask(values, most, _CMP_GT_OQ);
-    most = _mm512_mask_mov_ps(most, larger, values);
-    from = _mm512_mask_mov_epi32(from, larger, _mm512_set1_epi32(static_cast<int>(i)));
+#pragma GCC unroll 8
+  for (int i = 0; i < kDrawTiles; ++i) {
+    const __m512 low = some_from(logits, 2 * i * kLanes, count), high = some_from(logits, (2 * i + 1) * kLanes, count);
+    odd |= _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
+    largest[i] = _mm512_max_ps(low, high);
   }
-  const float best = _mm512_reduce_max_ps(most);
-  if (odd || !(best > -INFINITY)) return -1;
-  const __m512i tokens = _mm512_add_epi32(from, _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  return _mm512_mask_reduce_min_epi32(_mm512_cmp_ps_mask(most, _mm512_set1_ps(best), _CMP_EQ_OQ), tokens);
+  float *most = tiles.most + tile;
+  if (odd) return _mm256_storeu_ps(most, _mm256_set1_ps(NAN));
+  if (!temperature.draws()) {
+    for (int i = 0; i < kDrawTiles; ++i) most[i] = _mm512_reduce_max_ps(largest[i]);
+    return;
+  }
+#pragma GCC unroll 8
+  for (int step = kDrawTiles / 2; step; step /= 2) {
+    for (int i = 0; i < step; ++i) largest[i] = _mm512_max_ps(largest[i], largest[i + step]);
+  }
+  const float of_all = std::max(_mm512_reduce_max_ps(largest[0]), std::numeric_limits<float>::lowest());
+  _mm256_storeu_ps(most, _mm256_set1_ps(of_all));
+  __m512 sums[kDrawTiles];
+#pragma GCC unroll 8
+  for (int i = 0; i < kDrawTiles; ++i) {
+    sums[i] = _mm512_add_ps(temperature.weights(some_from(logits, 2 * i * kLanes, count), of_all),
+                            temperature.weights(some_from(logits, (2 * i + 1) * kLanes, count), of_all));
+  }
+  _mm256_storeu_ps(tiles.sums + tile, sums_of_eight(sums));
 }
 
-inline std::int64_t draw(const float *logits, std::int64_t vocabulary, float temperature, float uniform, double *ends) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
-  for (std::int64_t i = 0; i < vocabulary; i += kLanes) most = _mm512_max_ps(most, logits_at(logits, i, vocabulary));
-  // the largest becomes 0 before the division, so that no temperature makes it overflow, and no factor is infinite
-  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  const __m512 factor = _mm512_set1_ps(std::min(kLog2E / temperature, std::numeric_limits<float>::max()));
-  const auto weights = [&](std::int64_t at) {
-    return exp2(_mm512_mul_ps(_mm512_sub_ps(logits_at(logits, at, vocabulary), largest), factor));
-  };
-  const std::int64_t tiles = (vocabulary + kDrawTile - 1) / kDrawTile;
-  double sum = 0.0;
-  for (std::int64_t tile = 0; tile < tiles; ++tile) {
-    __m512 part = _mm512_setzero_ps();
-    const std::int64_t end = std::min(vocabulary, (tile + 1) * kDrawTile);
-    for (std::int64_t i = tile * kDrawTile; i < end; i += kLanes) part = _mm512_add_ps(part, weights(i));
-    sum += _mm512_reduce_add_ps(part);
-    ends[tile] = sum;
-  }
-  if (!(sum > 0.0)) return -1;
-  const double target = static_cast<double>(uniform) * sum;
-  // past the end where no sum reaches it
-  const std::int64_t tile = std::min<std::int64_t>(std::lower_bound(ends, ends + tiles, target) - ends, tiles - 1);
-  double reached = tile ? ends[tile - 1] : 0.0;
-  std::int64_t last = tile * kDrawTile;  // with a weight: what is drawn where rounding kept the sum below the target
-  const std::int64_t end = std::min(vocabulary, (tile + 1) * kDrawTile);
-  for (std::int64_t i = tile * kDrawTile; i < end; i += kLanes) {
+// The tile that a token is in.
+struct Choice {
+  std::int64_t tile;  // -1: there is none
+  float most;         // the row's largest logit
+  double target;      // that the sum of the weights is to reach
+  double reached;     // before this tile
+};
+
+// The first of the weights that makes the sum reach the target; if none does, which rounding may bring about, the last
+// one there is. `weights(i)` are those of 16 from i on. `reached` becomes the sum of those before it.
+template <class Weights>
+inline std::int64_t find_target(std::int64_t begin, std::int64_t end, double target, double &reached,
+                                Weights &&weights) {
+  std::int64_t last = begin;
+  double before = reached, sum = reached;
+  for (std::int64_t i = begin; i < end && sum < target; i += kLanes) {
     alignas(64) float lanes[kLanes];
     _mm512_store_ps(lanes, weights(i));
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+    for (std::int64_t lane = 0; lane < kLanes && sum < target; ++lane) {
       if (!(lanes[lane] > 0.0f)) continue;
-      reached += lanes[lane];
       last = i + lane;
-      if (reached >= target) return last;
+      before = sum;
+      sum += lanes[lane];
     }
   }
-  return std::min(last, vocabulary - 1);
+  reached = before;
+  return last;
+}
+
+// None where a logit is not a number, or all are -inf; and where it is drawn, none where one is +inf.
+inline Choice choose_tile(const DrawTiles &tiles, Temperature temperature, float uniform) {
+  constexpr Choice kNone{-1, 0.0f, 0.0, 0.0};
+  __m512 largest = _mm512_set1_ps(-INFINITY);
+  __mmask16 odd = 0;
+  const auto most_of = [&](std::int64_t i) { return some_from(tiles.most, i, tiles.count); };
+  for (std::int64_t i = 0; i < tiles.count; i += kLanes) {
+    const __m512 most = most_of(i);
+    odd |= _mm512_cmp_ps_mask(most, most, _CMP_UNORD_Q);
+    largest = _mm512_max_ps(largest, most);
+  }
+  const float most = _mm512_reduce_max_ps(largest);
+  if (odd || !(most > -INFINITY)) return kNone;
+  if (!temperature.draws()) return {std::find(tiles.most, tiles.most + tiles.count, most) - tiles.most, most, 0.0, 0.0};
+  const auto weights = [&](std::int64_t i) {
+    return _mm512_mul_ps(some_from(tiles.sums, i, tiles.count, 0.0f), temperature.weights(most_of(i), most));
+  };
+  double sum = 0.0, reached = 0.0;
+  for (std::int64_t i = 0; i < tiles.count; i += kLanes) sum += _mm512_reduce_add_ps(weights(i));
+  if (!(sum > 0.0)) return kNone;  // the largest is +inf
+  const double target = static_cast<double>(uniform) * sum;
+  std::int64_t first = 0;
+  for (double next = reached; first < tiles.count; first += kLanes, reached = next) {
+    next += _mm512_reduce_add_ps(weights(first));
+    if (next >= target) break;
+  }
+  const std::int64_t tile = find_target(first, std::min(first + kLanes, tiles.count), target, reached, weights);
+  return {tile, most, target, reached};
+}
+
+// Of the chosen tile's logits.
+inline std::int64_t choose_token(const Choice &choice, const float *logits, std::int64_t count,
+                                 Temperature temperature) {
+  const std::int64_t first = choice.tile * kDrawTile;
+  if (!temperature.draws()) return first + (std::find(logits, logits + count, choice.most) - logits);
+  double reached = choice.reached;
+  return first + find_target(0, count, choice.target, reached, [&](std::int64_t i) {
+           return temperature.weights(some_from(logits, i, count), choice.most);
+         });
+}
+
+// Of a row that is there as a whole; `tiles` is room for its own.
+inline std::int64_t draw(const float *logits, std::int64_t vocabulary, Temperature temperature, float uniform,
+                         const DrawTiles &tiles) {
+  for (std::int64_t i = 0; i < vocabulary; i += kDrawPiece) {
+    weigh(logits + i, std::min(kDrawPiece, vocabulary - i), temperature, tiles, i / kDrawTile);
+  }
+  const Choice choice = choose_tile(tiles, temperature, uniform);
+  if (choice.tile < 0) return -1;
+  const std::int64_t first = choice.tile * kDrawTile;
+  return choose_token(choice, logits + first, std::min(kDrawTile, vocabulary - first), temperature);
 }
 
 }  // namespace asyncllm

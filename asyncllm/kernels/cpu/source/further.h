@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
+#include <sched.h>
 #include <semaphore.h>
 
 namespace asyncllm {
@@ -15,6 +17,7 @@ using std::int64_t;
 // Of kernels/cpu/further.py, field by field.
 struct Further {
   static constexpr std::uint64_t kEnded = std::uint64_t{1} << 63;
+  static constexpr int kSpins = 500;  // some 25 microseconds
 
   std::atomic<std::uint64_t> asked;  // steps of the call, the first among them; with `kEnded`, there will be no more
   std::atomic<std::uint64_t> done;
@@ -46,16 +49,25 @@ struct Further {
     if (finished && finished < steps) go_back(found);
   }
 
-  // Tells of the last step that is done, if nobody has. Whoever hears of it may take the processor of who calls this: so
-  // it is not the thread that goes on with the next step, but another of its team before it joins.
+  // Tells of the last step that is done, if nobody has.
   void post() {
-    if (owed.exchange(0)) sem_post(told);
+    if (!owed.load(std::memory_order_relaxed)) return;
+    sem_post(told);
+    owed.store(0, std::memory_order_release);
+  }
+
+  // By each thread of a step's team, before it joins: one of them tells of the step before. Whoever hears of it wants
+  // the processor of any of them, and gets it now. Later on, the others would wait for what the thread has begun.
+  void give_way(bool posts) {
+    if (!owed.load(std::memory_order_relaxed)) return;
+    if (posts) post();
+    for (int spins = 0; spins < kSpins && owed.load(std::memory_order_acquire); ++spins) _mm_pause();
+    sched_yield();
   }
 
   // A step has drawn these: notes it, and whether there is another to compute, which then is the step. One with a
   // token that is none is not told of.
   bool finish(const std::int32_t *found) {
-    post();  // of the step before
     const std::uint64_t step = done.load(std::memory_order_relaxed);
     if (std::any_of(found, found + drawn, [](std::int32_t token) { return token < 0; })) return false;
     std::memcpy(kept + static_cast<int64_t>(step) * drawn, found, sizeof(*found) * drawn);

@@ -7,7 +7,8 @@ namespace asyncllm {
 
 // What the tokens that are alone in their rows are going to read from the next layer's cache. It lies in pieces that no
 // processor foresees, and takes as long to come as all weights of a layer where contexts are long. So a thread asks for
-// its part of it little by little, while it computes products: all at once would leave them waiting.
+// its part of it little by little, while it computes products: all at once would leave them waiting. Where many tokens
+// read, nothing is asked for beside the first product: half of that would have left the cache again.
 class KeyPrefetcher {
  public:
   // A token's attention is cut into `tasks_of_token` pieces, which follow each other.
@@ -26,9 +27,11 @@ class KeyPrefetcher {
       const Range range = keys_of(layer, token);
       keys += std::min(range.end - range.begin, most_);
     }
-    for (const Matrix *matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-      blocks += matrix->outputs / kFeatures * matrix->groups();
+    for (const Matrix *matrix : {&layer.qkv, &layer.gate_up, &layer.down}) blocks += blocks_of(*matrix);
+    const int64_t skipped = is_alone(step) ? 0 : blocks_of(layer.output);
+    if (!skipped) blocks += blocks_of(layer.output);
     credit_of_block_ = kLine * keys * (key_bytes / kLineBytes) * team.threads / blocks + 1;
+    debt_ = skipped / team.threads * credit_of_block_;
     token_ = tokens_.end;
   }
 
@@ -37,7 +40,7 @@ class KeyPrefetcher {
 
   void start(const Layer &layer) {
     layer_ = &layer;
-    credit_ = 0;
+    credit_ = -debt_;
     token_ = tokens_.begin;
     begin_token();
   }
@@ -55,6 +58,8 @@ class KeyPrefetcher {
   static constexpr int64_t kBytes = 1 << 20;  // about half of a second-level cache
   static constexpr int64_t kLineBytes = 64;
   static constexpr int64_t kLine = 1 << 16;  // what one costs
+
+  static int64_t blocks_of(const Matrix &matrix) { return matrix.outputs / kFeatures * matrix.groups(); }
 
   void begin_token() {
     if (token_ >= tokens_.end) return;
@@ -92,7 +97,7 @@ class KeyPrefetcher {
   const Decoder &model_;
   const Step &step_;
   Range tokens_;
-  int64_t most_, credit_of_block_, credit_ = 0;
+  int64_t most_, credit_of_block_, debt_, credit_ = 0;
   const Layer *layer_ = nullptr;
   int64_t token_, key_ = 0, last_ = 0, until_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;

@@ -41,6 +41,15 @@ struct Matrix {
   const std::uint8_t *block(int64_t feature_block, int64_t group) const {
     return blocks + (feature_block * groups() + group) * block_bytes();
   }
+
+  // Some of its outputs, which a product with them makes as one with all does. Multiples of 16; without an activation.
+  Matrix part(int64_t first, int64_t count) const {
+    Matrix some = *this;
+    some.blocks = block(first / kFeatures, 0);
+    some.bias = bias ? bias + first : nullptr;
+    some.outputs = count;
+    return some;
+  }
 };
 
 // Where a product goes.

@@ -6,15 +6,15 @@
 
 namespace asyncllm {
 
-// Each thread takes a part of the features, for `shares` see `Team::divide`. `scratch` is its own, of
+// Each thread takes a part of the features. `scratch` is its own, of
 // `kProductScratchBytes`. `between(blocks)` is called for each few blocks of weights: it may ask for what comes next.
 template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output, bool tiles,
-                     std::uint8_t *scratch, Share *shares, Between &&between) {
+                     std::uint8_t *scratch, Between &&between) {
 #ifdef __AMX_BF16__
-  if (tiles && rows > kFewRows) return multiply_by_tiles(team, w, x, rows, output, scratch, shares, between);
+  if (tiles && rows > kFewRows) return multiply_by_tiles(team, w, x, rows, output, scratch, between);
 #endif
-  multiply_by_vectors(team, w, x, rows, output, shares, between);
+  multiply_by_vectors(team, w, x, rows, output, between);
 }
 
 }  // namespace asyncllm

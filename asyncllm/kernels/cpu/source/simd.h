@@ -37,27 +37,26 @@ inline __m256i to_bf16(__m512 values) { return (__m256i)_mm512_cvtneps_pbh(value
 
 inline void store_bf16(bf16 *to, __m512 values) { _mm256_storeu_si256((__m256i *)to, to_bf16(values)); }
 
-// 2^x, to about 2^-20; 0 where that would be a denormal number, which processors take a hundred times as long to make.
+// 2^x, to about 2^-23; 0 where that would be a denormal number, which processors take a hundred times as long to make.
 inline __m512 exp2(__m512 x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // of what is not a number the second, itself
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 part = _mm512_sub_ps(x, whole);
-  __m512 sum = _mm512_set1_ps(1.3333558e-3f);  // ln(2)^k / k!
-  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(9.6181291e-3f));
-  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.5504109e-2f));
-  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.4022651e-1f));
-  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.9314718e-1f));
+  const __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // of an infinite number 0
+  // of polynomials that are 1 at 0, the one with the least relative error up to 1
+  __m512 sum = _mm512_set1_ps(1.8671302e-3f);
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(9.0170298e-3f));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.5799913e-2f));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.4016444e-1f));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.9315130e-1f));
   sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(normal, sum, whole);
+  return _mm512_maskz_scalef_ps(normal, sum, x);  // by a power of 2 with the next lower whole number
 }
 
 constexpr float kLog2E = 1.44269504f;
 
-// x / (1 + e^-exponent)
+// x / (1 + e^-exponent), to about 2^-14: what comes of it has 8 bits. A division would take as long as all the rest.
 inline __m512 gated_by_sigmoid(__m512 x, __m512 exponent) {
   const __m512 e = exp2(_mm512_mul_ps(exponent, _mm512_set1_ps(-kLog2E)));
-  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+  return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
 }
 
 // By the number that Python gives it: kernels/cpu/matrix.py.
@@ -113,23 +112,30 @@ inline void transpose(__m512i rows[16]) {
   }
 }
 
-// The sum of each of 16 vectors, in their order.
-inline __m512 sums_of(const __m512 v[16]) {
-  __m512 quads[4];
-  for (int i = 0; i < 4; ++i) {
+// Of two vectors, the sums of neighbouring quarters.
+inline __m512 sums_of_quarters(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+// Of each of 8 vectors two partial sums: of the first 4 vectors one and the other, then of the last 4.
+inline __m512 half_sums_of(const __m512 v[8]) {
+  __m512 quads[2];
+  for (int i = 0; i < 2; ++i) {
     const __m512 *p = v + 4 * i;
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3]));
     const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
   }
-  __m512 halves[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = quads[2 * i], b = quads[2 * i + 1];
-    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
-                       _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  return sums_of_quarters(quads[0], quads[1]);
+}
+
+// The sum of each of 16 vectors, or of 8, in their order.
+inline __m512 sums_of(const __m512 v[16]) { return sums_of_quarters(half_sums_of(v), half_sums_of(v + 8)); }
+
+inline __m256 sums_of_eight(const __m512 v[8]) {
+  const __m512 halves = half_sums_of(v);
+  return _mm512_castps512_ps256(sums_of_quarters(halves, halves));
 }
 
 #ifdef __AMX_BF16__

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <immintrin.h>
 #include <sched.h>
+#include <vector>
 
 // Of that runtime (libgomp's interface, which LLVM's and Intel's runtimes offer too). Named here and left undefined:
 // compilers would link a runtime of their own.
@@ -17,27 +18,23 @@ namespace asyncllm {
 
 using std::int64_t;
 
-// Waits for all threads of a team. They spin, since a kernel's phases take microseconds, and yield where that is long:
-// one of them does not run then, because others use its processor.
+// Waits for all threads that have joined a team. They spin, since a kernel's phases take microseconds, and yield where
+// that is long: one of them does not run then, because others use its processor.
 class Barrier {
  public:
-  // `late`: threads may join a team that has begun; its first one is there.
-  explicit Barrier(bool late) : late_(late), state_(late ? kMember : 0) {}
-
-  bool late() const { return late_; }
-
   // Ticks of the processor's clock that threads have waited beyond the spinning, all together.
   std::uint64_t stalled() const { return stalled_.load(std::memory_order_relaxed); }
 
   // From now on others wait for this thread too. Returns how often they have waited before.
   std::uint64_t join() { return state_.fetch_add(kMember, std::memory_order_acq_rel) / kTurn; }
 
-  void wait(int64_t threads) {
-    if (threads == 1) return;
+  // For `least` threads, if no more have joined.
+  void wait(int64_t least) {
     std::uint64_t state = state_.fetch_add(1, std::memory_order_acq_rel) + 1;
     const std::uint64_t now = state / kTurn;
-    while (state / kTurn == now && state % kMember == (late_ ? state % kTurn / kMember : threads)) {
-      const std::uint64_t next = (now + 1) * kTurn + state % kTurn / kMember * kMember;
+    const auto joined = [&] { return state % kTurn / kMember; };
+    while (state / kTurn == now && state % kMember == std::max(joined(), static_cast<std::uint64_t>(least))) {
+      const std::uint64_t next = (now + 1) * kTurn + joined() * kMember;
       if (state_.compare_exchange_weak(state, next, std::memory_order_acq_rel)) return;  // else one has joined
     }
     const auto over = [&] { return state_.load(std::memory_order_acquire) / kTurn != now; };
@@ -53,94 +50,116 @@ class Barrier {
  private:
   static constexpr int kSpins = 1000;  // some 50 microseconds
   static constexpr std::uint64_t kMember = 1 << 16, kTurn = std::uint64_t{1} << 32;
-  const bool late_;
-  alignas(64) std::atomic<std::uint64_t> state_;  // of kTurn: turns; of kMember: threads that joined; threads that wait
+  // of kTurn: turns; of kMember: threads that joined; threads that wait
+  alignas(64) std::atomic<std::uint64_t> state_{0};
   alignas(64) std::atomic<std::uint64_t> stalled_{0};
 };
 
 struct Range {
   int64_t begin, end;
+
+  bool empty() const { return begin >= end; }
 };
 
-// What is taken of a thread's share: by itself from its beginning on, counted in the lower half, and from its end on by
-// threads that are done with theirs. 0 before. Threads seldom look at those of others, which so stay in their caches.
-struct alignas(64) Share {
-  std::atomic<std::uint64_t> taken;
+// What is taken of one thread's share of what its team divides: by itself from the beginning on, by threads that are
+// done with theirs from the end on. These seldom look at it, so it stays in the thread's cache. Divisions are numbered,
+// and follow each other: who goes on with the next has found nothing left of the last.
+class alignas(64) Share {
+ public:
+  // Up to `piece` things of what is left of `all`; none is left of a division before the last.
+  Range take(std::uint64_t division, Range all, int64_t piece, bool from_end) {
+    std::uint64_t state = state_.load(std::memory_order_relaxed);
+    for (;;) {
+      const std::uint64_t now = std::max(state, division * kDivision);
+      const Range left{all.begin + static_cast<int64_t>(now % kBehind),
+                       all.end - static_cast<int64_t>(now % kDivision / kBehind)};
+      if (now / kDivision > division || left.empty()) return {0, 0};
+      const int64_t count = std::min(piece, left.end - left.begin);
+      const std::uint64_t next = now + static_cast<std::uint64_t>(count) * (from_end ? kBehind : 1);
+      if (!state_.compare_exchange_weak(state, next, std::memory_order_relaxed)) continue;
+      return from_end ? Range{left.end - count, left.end} : Range{left.begin, left.begin + count};
+    }
+  }
+
+ private:
+  static constexpr std::uint64_t kBehind = 1 << 21, kDivision = std::uint64_t{1} << 42;
+  // of kDivision: the last one's number; of kBehind: taken from the end; taken from the beginning
+  std::atomic<std::uint64_t> state_{0};
 };
 
-// How often a thread has waited, and how often its team had when it joined.
+// How often a thread has waited, and how often its team had when it joined; what it was asked to divide.
 struct Progress {
-  std::uint64_t waits = 0, joined = 0;
+  std::uint64_t waits = 0, joined = 0, divisions = 0;
 };
 
-// One thread's view of its team.
+// One thread's view of its team. All threads go through the same waits and divisions. Those that join when some are over
+// do nothing in these: they were absent.
 struct Team {
   int64_t thread, threads;
   Barrier *barrier;
+  Share *shares;  // of each thread
   Progress *progress;
 
-  void wait() const {
-    if (progress->waits++ >= progress->joined) barrier->wait(threads);
+  void wait(int64_t least = 1) const {
+    if (progress->waits++ >= progress->joined && threads > 1) barrier->wait(least);
   }
 
-  // Of a team that threads may join late, all but the first do so. What the team has done before is not theirs: they go
-  // through it without doing it.
+  // Nobody waits for a thread before.
   void join() const {
-    if (barrier->late() && thread) progress->joined = barrier->join();
+    if (threads > 1) progress->joined = barrier->join();
   }
 
   bool absent() const { return progress->waits < progress->joined; }
 
-  // This thread's part of what is not worth dividing where threads may be late.
-  Range whole(int64_t count) const {
-    if (!barrier->late()) return share(count);
-    return thread ? Range{0, 0} : Range{0, count};
-  }
-
-  // This thread's part of `count` things that cost the same, and follow each other in memory.
+  // This thread's share of `count` things that cost the same, and follow each other in memory.
   Range share(int64_t count) const { return share(count, thread); }
 
-  Range share(int64_t count, int64_t whose) const { return {count * whose / threads, count * (whose + 1) / threads}; }
-
   // Calls `function(begin, end)` for pieces of this thread's share, of up to `piece` things, and then for what is left
-  // of the others' shares, one by one: a thread that others hold up for a while holds up the team less. `shares`, of
-  // each thread, are for this call alone; null: each thread has its share.
+  // of the others' shares, one by one: a thread that others hold up for a while, or that is absent, holds up the team
+  // less.
   template <class Function>
-  void divide(int64_t count, int64_t piece, Share *shares, Function &&function) const {
-    if (!shares || threads == 1) return function(share(count).begin, share(count).end);
-    const auto take = [&](int64_t whose, std::uint64_t what) {
-      const Range range = share(count, whose);
-      const std::uint64_t taken = shares[whose].taken.fetch_add(what, std::memory_order_relaxed);
-      const auto before = static_cast<int64_t>(taken & 0xffffffff);
-      const auto behind = static_cast<int64_t>(taken >> 32);
-      return Range{range.begin + before, range.end - behind};
-    };
-    for (;;) {
-      const Range left = take(thread, static_cast<std::uint64_t>(piece));
-      if (left.begin >= left.end) break;
-      function(left.begin, std::min(left.begin + piece, left.end));
-    }
-    for (int64_t i = 1; i < threads; ++i) {
+  void divide(int64_t count, int64_t piece, Function &&function) const {
+    if (threads == 1) return function(0, count);
+    const std::uint64_t division = ++progress->divisions;
+    if (absent()) return;
+    for (int64_t i = 0; i < threads; ++i) {
+      const int64_t whose = (thread + i) % threads;
       for (;;) {
-        const Range left = take((thread + i) % threads, std::uint64_t{1} << 32);
-        if (left.begin >= left.end) break;
-        function(left.end - 1, left.end);
+        const Range taken = shares[whose].take(division, share(count, whose), i ? 1 : piece, i);
+        if (taken.empty()) break;
+        function(taken.begin, taken.end);
       }
     }
   }
+
+  // Calls `function(i)` for each of `count` things of which the first cost most: whoever is done takes the next.
+  template <class Function>
+  void divide_in_order(int64_t count, Function &&function) const {
+    const std::uint64_t division = ++progress->divisions;
+    if (absent()) return;
+    for (;;) {
+      const Range taken = shares[0].take(division, {0, count}, 1, false);
+      if (taken.empty()) return;
+      function(taken.begin);
+    }
+  }
+
+ private:
+  Range share(int64_t count, int64_t whose) const { return {count * whose / threads, count * (whose + 1) / threads}; }
 };
 
-// Calls `function(team)` on each thread of a team of at most `threads`. Returns how much of the time the others have
-// waited for a thread that did not run: from 0 to 1. `late`: it calls `join`, and nobody waits for a thread before.
+// Calls `function(team)` on each thread of a team of at most `threads`; each of them joins it first. Returns how much of
+// the time the others have waited for a thread that did not run: from 0 to 1.
 template <class Function>
-double run_team(int64_t threads, bool late, Function &&function) {
+double run_team(int64_t threads, Function &&function) {
   struct Call {
     Function *function;
     Barrier barrier;
-  } call{&function, Barrier(late)};
+    std::vector<Share> shares;
+  } call{&function, {}, std::vector<Share>(std::max<int64_t>(1, threads))};
   if (threads <= 1) {
     Progress progress;
-    function(Team{0, 1, &call.barrier, &progress});
+    function(Team{0, 1, &call.barrier, call.shares.data(), &progress});
     return 0.0;
   }
   const std::uint64_t start = __rdtsc();
@@ -148,9 +167,9 @@ double run_team(int64_t threads, bool late, Function &&function) {
       [](void *data) {
         Call &call = *static_cast<Call *>(data);
         Progress progress;
-        const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier, &progress};
+        const Team team{omp_get_thread_num(), omp_get_num_threads(), &call.barrier, call.shares.data(), &progress};
         (*call.function)(team);
-        team.wait();
+        team.wait(team.threads);
       },
       &call, static_cast<unsigned>(threads), 0);
   const auto others = static_cast<double>(threads - 1), ticks = static_cast<double>(__rdtsc() - start);

@@ -254,6 +254,7 @@ inline void multiply_strip(const Matrix &w, const Rows &x, int64_t first, int64_
 }
 
 constexpr int64_t kMostRows = 1024;     // that are multiplied with a strip
+constexpr int64_t kLeastRows = 256;     // for which a thread makes weights of its own
 constexpr int64_t kRowBytes = 1 << 20;  // of rows that many features are multiplied with: they stay in a cache so long
 
 // Units `begin` to `end` of 32 features, by rows `first` to `last`: all up to 32, or some of more. What a unit's sums
@@ -277,21 +278,27 @@ inline void multiply_units(const Matrix &w, const Rows &x, int64_t first, int64_
 }
 
 // Rows are read 32 at a time, past the last one too. `scratch` has `kProductScratchBytes`.
+//
+// Many rows are cut into parts, of which each thread takes its own as far as there are enough: it has made them itself
+// for the most part, so that they are in its caches, and reads there what it writes now.
 template <class Between>
 inline void multiply_by_tiles(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                              std::uint8_t *scratch, Share *shares, Between &&between) {
-  const int64_t units = (w.outputs / kFeatures + 1) / 2;
-  const int64_t at_once = std::max<int64_t>(32, std::min(kMostRows, kRowBytes / x.stride / 32 * 32));
-  if (rows > at_once) shares = nullptr;  // which count for some of the rows
+                              std::uint8_t *scratch, Between &&between) {
+  const int64_t units = (w.outputs / kFeatures + 1) / 2, blocks = (rows + 31) / 32;
+  const int64_t at_once = std::max<int64_t>(1, std::min(kMostRows, kRowBytes / x.stride) / 32);  // blocks of 32 rows
+  const int64_t parts = std::max((blocks + at_once - 1) / at_once, std::min(team.threads, rows / kLeastRows));
   const auto multiply = w.bits == 4   ? multiply_units<4, Between>
                         : w.bits == 8 ? multiply_units<8, Between>
                                       : multiply_units<16, Between>;
   bool cold = true;
-  for (int64_t first = 0; first < rows; first += at_once) {
-    team.divide(units, 2, shares, [&](int64_t begin, int64_t end) {
-      multiply(w, x, first, std::min(first + at_once, rows), begin, end, output, scratch, cold, between);
-    });
-  }
+  team.divide(parts * units, 2, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t part = begin / units, before = part * units, until = std::min(end, before + units);
+      const int64_t first = blocks * part / parts * 32, last = std::min(rows, blocks * (part + 1) / parts * 32);
+      multiply(w, x, first, last, begin - before, until - before, output, scratch, cold, between);
+      begin = until;
+    }
+  });
 }
 
 constexpr int64_t kProductScratchBytes = kPieceBytes + 128 * kMostRows;

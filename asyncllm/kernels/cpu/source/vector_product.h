@@ -123,9 +123,9 @@ inline void multiply_some(const Matrix &w, const Rows &x, int64_t row, int64_t b
 // By vectors: weights are read once for all rows, where a block of features stays in the nearest cache.
 template <class Between>
 inline void multiply_by_vectors(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output,
-                                Share *shares, Between &&between) {
+                                Between &&between) {
   const int64_t step = w.activation == kNone ? 1 : 2;
-  team.divide(w.outputs / kFeatures / step, kBlocksAtOnce / step, shares, [&](int64_t begin, int64_t end) {
+  team.divide(w.outputs / kFeatures / step, kBlocksAtOnce / step, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       between(step * w.groups());
       int64_t row = 0;
