@@ -98,7 +98,7 @@ FAULTS = [
     ("gl.maximum(end - whole, 1)", "1 + 0 * whole"),
     ("weight = weight * decay + gl.sum(near", "weight += gl.sum(near"),
     ("first_row = gl.load(unit + 4) + WHICH * HALF", "first_row = gl.load(unit + 4)"),
-    ("== splits - 1", "== splits - 2"),
+    ("== splits - 1", "== splits"),
     ("weight = weight * decay + part_weight * part_factor", "weight += part_weight"),
     ("gl.store(progress, 0)  # ready", "# ready"),
     ("line = gl.load(unit + 8) + WHICH * HALF", "line = gl.load(unit + 8)"),
