@@ -61,6 +61,7 @@ _FUNCTIONS: dict[str, tuple[type[ctypes._SimpleCData[Any]] | None, tuple[type[ct
     "ask": (_COUNT, (_POINTER,)),
     "end": (None, (_POINTER,)),
     "product_workspace_bytes": (_COUNT, (_POINTER, _COUNT, _COUNT)),
+    "draw_workspace_bytes": (_COUNT, (_COUNT, _COUNT)),
     "product": (
         _NUMBER,
         (_POINTER, _POINTER, _POINTER, _NUMBER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),

@@ -9,9 +9,6 @@ from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import aligned
 from asyncllm.kernels.cpu.team import TeamTime
 
-_PIECES = 512
-"""Tokens, to a multiple of which a row's tiles are padded."""
-
 
 def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """[rows] int64: of each row the first token at which the sum of the weights reaches `uniform` of their whole.
@@ -26,7 +23,7 @@ def draw_tokens(library: Library, logits: Tensor, temperature: Tensor, uniform: 
 
     def draw(threads: int) -> TeamTime:
         threads = min(threads, max(1, rows))
-        workspace = aligned(128 * threads * -(-vocabulary // _PIECES))
+        workspace = aligned(library.functions.asyncllm_draw_workspace_bytes(vocabulary, threads))
         lost: float = library.functions.asyncllm_draw(
             logits.data_ptr(),
             rows,

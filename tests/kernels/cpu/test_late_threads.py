@@ -6,7 +6,6 @@ The kernels are compiled anew for it, with threads that wait until a test lets t
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cpu import build
-from asyncllm.kernels.cpu.build import Library, load_library
+from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.decoder import Draws
 from asyncllm.kernels.cpu.team import TeamSize
+from tests.kernels.cpu.altered_sources import altered
 from tests.kernels.cpu.test_decoder import CASES, LAYERS, Model
 from tests.kernels.cpu.test_logits import Steps, no_logits, some_draws
 
@@ -48,24 +47,12 @@ DELAYS = [
         "int64_t asyncllm_turns() { return turns; }\n",
     ),
 ]
-"""Of the sources: a file, what is there, what comes in its place."""
+"""Edits of the sources."""
 FAULTS = [
     ("team.h", "* (from_end ? kBehind : 1)", "* 1"),
     ("decoder.cpp", "team_.divide(rows, kRowsAtOnce, put_rows)", "put_rows(rows * team_.thread / 2, rows)"),
     ("decoder.cpp", "function(first + task / tasks", "if (team_.thread == task % 2) function(first + task / tasks"),
 ]
-
-
-def altered(folder: Path, edits: list[tuple[str, str, str]]) -> Library:
-    """Kernels whose sources are edited."""
-    source = Path(shutil.copytree(build.SOURCE, folder / "source"))
-    for file, right, wrong in edits:
-        text = (source / file).read_text(encoding="utf-8")
-        assert text.count(right) == 1, right
-        (source / file).write_text(text.replace(right, wrong), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "SOURCE", source)
-        return load_library(folder / "kernels")
 
 
 def of_one_size(library: Library) -> Library:
@@ -74,15 +61,9 @@ def of_one_size(library: Library) -> Library:
 
 
 @pytest.fixture(scope="module")
-def delayed(compiled: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return altered(tmp_path_factory.mktemp("delayed"), DELAYS)
-
-
-@pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
-def library(request: pytest.FixtureRequest, delayed: Library) -> Library:
-    if request.param and not delayed.tiles:
-        pytest.skip("this processor has no matrix unit")
-    return of_one_size(replace(delayed, tiles=request.param))
+def compiled(compiled: Library, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """In place of the package's own; where it has none, the tests are skipped."""
+    return of_one_size(altered(tmp_path_factory.mktemp("delayed"), DELAYS))
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +143,7 @@ def test_chunks_beside_single_tokens(library: Library, threads: int, name: str) 
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2])
-def test_planted_fault_is_caught(delayed: Library, fault: tuple[str, str, str], tmp_path: Path) -> None:
+def test_planted_fault_is_caught(compiled: Library, fault: tuple[str, str, str], tmp_path: Path) -> None:
     faulty = of_one_size(altered(tmp_path, [*DELAYS, fault]))
     with pytest.raises(AssertionError):
         steps_of_single_tokens(faulty, 2, 9)

@@ -148,10 +148,8 @@ class Pass {
   void attend_alone(const Layer &layer) {
     const int64_t position = step_.positions[0];
     const Parts parts(first_key(layer, position), position);
-    team_.divide(parts.count * heads_.keys, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        attend_part_of(layer, parts, task / heads_.keys, task % heads_.keys, position);
-      }
+    team_.for_each(parts.count * heads_.keys, [&](int64_t task) {
+      attend_part_of(layer, parts, task / heads_.keys, task % heads_.keys, position);
     });
   }
 
@@ -367,16 +365,19 @@ void asyncllm_uniform(const std::uint64_t *seed, const std::uint64_t *position, 
   for (int64_t i = 0; i < count; ++i) out[i] = uniform(seed[i], position[i], choice[i], stream);
 }
 
-// See kernels/cpu/draw.py; `workspace` has room for a row's tiles for each thread.
+// Room for a row's tiles for each thread.
+int64_t asyncllm_draw_workspace_bytes(int64_t vocabulary, int64_t threads) {
+  return 4 * threads * DrawTiles::floats(vocabulary);
+}
+
+// See kernels/cpu/draw.py.
 double asyncllm_draw(const float *logits, int64_t rows, int64_t vocabulary, const float *temperature,
                      const float *uniform, int64_t *found, float *workspace, int64_t threads) {
   return run_team(threads, [&](const Team &team) {
     team.join();
     const DrawTiles tiles = DrawTiles::in(workspace + team.thread * DrawTiles::floats(vocabulary), vocabulary);
-    team.divide(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        found[row] = draw(logits + row * vocabulary, vocabulary, Temperature(temperature[row]), uniform[row], tiles);
-      }
+    team.for_each(rows, [&](int64_t row) {
+      found[row] = draw(logits + row * vocabulary, vocabulary, Temperature(temperature[row]), uniform[row], tiles);
     });
   });
 }
@@ -391,15 +392,13 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
   const Output output{to_float ? Output::kStoreFloat : Output::kStore, out, width};
   return run_team(threads, [&](const Team &team) {
     team.join();
-    team.divide(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
-        std::uint8_t *to = prepared + row * stride;
-        if (norm)
-          put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
-        else
-          put_row(form, to, inputs, source);
-      }
+    team.for_each(rows, [&](int64_t row) {
+      const auto source = [&](int64_t i) { return load_bf16(x + row * inputs + i); };
+      std::uint8_t *to = prepared + row * stride;
+      if (norm)
+        put_normed(form, to, source, norm, inputs, static_cast<float>(eps));
+      else
+        put_row(form, to, inputs, source);
     });
     team.wait();
     std::uint8_t *scratch = workspace + team.thread * kProductScratchBytes;

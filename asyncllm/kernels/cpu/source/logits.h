@@ -53,12 +53,14 @@ class Sampling {
 
   // The layers have left the stream in the step's `residual`.
   void run() {
-    for_each(sampled_.count, [&](int64_t row) { put_input(row); });
+    team_.for_each(sampled_.count, [&](int64_t row) { put_input(row); });
     team_.wait();
     if (!sampled_.temperature) return multiply_by_head();
-    for_each((matrix_.outputs + kDrawPiece - 1) / kDrawPiece, [&](int64_t piece) { weigh_piece(piece * kDrawPiece); });
+    const int64_t pieces = (matrix_.outputs + kDrawPiece - 1) / kDrawPiece;
+    team_.for_each(pieces, [&](int64_t piece) { weigh_piece(piece * kDrawPiece); });
     team_.wait();
-    for_each(sampled_.count, [&](int64_t row) { sampled_.found[row] = static_cast<std::int32_t>(draw_again(row)); });
+    team_.for_each(sampled_.count,
+                   [&](int64_t row) { sampled_.found[row] = static_cast<std::int32_t>(draw_again(row)); });
   }
 
  private:
@@ -81,13 +83,6 @@ class Sampling {
 
   DrawTiles weighed(int64_t row) const {
     return DrawTiles::in(weighed_ + row * DrawTiles::floats(matrix_.outputs), matrix_.outputs);
-  }
-
-  template <class Function>
-  void for_each(int64_t count, Function &&function) const {
-    team_.divide(count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) function(i);
-    });
   }
 
   void put_input(int64_t row) {

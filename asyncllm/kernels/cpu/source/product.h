@@ -6,8 +6,8 @@
 
 namespace asyncllm {
 
-// Each thread takes a part of the features. `scratch` is its own, of
-// `kProductScratchBytes`. `between(blocks)` is called for each few blocks of weights: it may ask for what comes next.
+// Each thread takes a part of the features. `scratch` is its own, of `kProductScratchBytes`. `between(blocks)` is called
+// for each few blocks of weights: it may ask for what comes next.
 template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output, bool tiles,
                      std::uint8_t *scratch, Between &&between) {

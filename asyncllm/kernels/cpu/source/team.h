@@ -132,6 +132,14 @@ struct Team {
     }
   }
 
+  // Calls `function(i)` for each of `count` things.
+  template <class Function>
+  void for_each(int64_t count, Function &&function) const {
+    divide(count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) function(i);
+    });
+  }
+
   // Calls `function(i)` for each of `count` things of which the first cost most: whoever is done takes the next.
   template <class Function>
   void divide_in_order(int64_t count, Function &&function) const {
