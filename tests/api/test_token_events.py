@@ -15,6 +15,7 @@ from asyncllm.api.generation import Generation
 from asyncllm.api.service_metrics import ServiceMetrics
 from asyncllm.api.sse import compact
 from asyncllm.api.token_events import TokenEvents
+from asyncllm.inputs.tokenizer import Tokenizer
 from asyncllm.testing.byte_tokenizer import byte_tokenizer
 from asyncllm.testing.shadow_engine import ShadowModel
 from tests.api.conftest import MakeEngine
@@ -283,8 +284,9 @@ async def test_a_client_that_knows_no_chunks_gets_none(shadow: MakeEngine, asks:
 
 
 @pytest.mark.parametrize("kind", ["aiohttp", "uvicorn"])
-async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_shells_pour(tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that changes must not take away unseen what the benchmark of HTTP's cost relies on."""
+    model = ShadowModel(tokenizer=tokenizer)
     poured = at_once = 0
     pour = TokenEvents.pour
 
@@ -297,10 +299,15 @@ async def test_both_shells_pour(shadow: MakeEngine, kind: str, monkeypatch: pyte
 
         nonlocal poured
         poured += 1
+        assert model.runner is not None
+        asyncio.get_running_loop().call_soon(model.runner.resume)  # when it is poured already, so no event has all
         await pour(events, looked_at)
 
     monkeypatch.setattr(TokenEvents, "pour", counted)
-    async with serving(kind, shadow()) as port:
+    async with AsyncEngine(model, max_model_len=2048, num_blocks=64) as engine, serving(kind, engine) as port:
+        assert model.runner is not None
+        model.runner.hold()
+        asyncio.get_running_loop().call_later(10, model.runner.resume)  # for a server that does not pour
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         async with client:
             stream = await client.completions.create(
