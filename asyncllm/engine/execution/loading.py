@@ -15,7 +15,7 @@ from asyncllm.engine.execution.cuda_device import find_cuda_device
 from asyncllm.engine.execution.cuda_loading import load_cuda_runner
 from asyncllm.engine.execution.device_thread import DeviceThread
 from asyncllm.engine.execution.head_start import HeadStart
-from asyncllm.engine.execution.processor import has_native_bfloat16, product_forms
+from asyncllm.engine.execution.processor import has_native_bfloat16, native_kernels, product_forms
 from asyncllm.engine.execution.row_state import RowState
 from asyncllm.engine.execution.runner import ModelFacts, Runner
 from asyncllm.engine.execution.sampler import SamplerForm
@@ -77,7 +77,7 @@ def load_executor(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config, make_model = read_model_config(source.config), find_architecture(source.config).model
-    dtype = _choose_dtype(config, model_config)
+    dtype = _choose_dtype(config, model_config, wanted)
     packs = config.quantization == "auto" and config.dtype in ("auto", "bfloat16")
     forms = product_forms(dtype, packs=packs, copies=True, native=config.native_kernels, wanted=wanted)
     needed = _needed_bytes(source, model_config, dtype, forms, packs=packs)
@@ -155,11 +155,14 @@ def _needed_bytes(
     return _Bytes(weights, copies)
 
 
-def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if has_native_bfloat16() and model.checkpoint_dtype != "float32" else torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
+def _choose_dtype(config: EngineConfig, model: ModelConfig, wanted: Callable[[], bool]) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    if model.checkpoint_dtype == "float32":
+        return torch.float32
+    quick = has_native_bfloat16() or (config.native_kernels and native_kernels(wanted) is not None)
+    return torch.bfloat16 if quick else torch.float32
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes, dtype: torch.dtype) -> int:

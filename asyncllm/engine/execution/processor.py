@@ -15,8 +15,8 @@ from asyncllm.layers.product_forms import ProductForms
 
 logger = logging.getLogger("asyncllm")
 
-_KERNELS_NEED = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16")
-"""CPU capabilities that our own kernels are written for."""
+_KERNELS_NEED = ("avx2", "fma3", "f16c")
+"""CPU capabilities that our own kernels need at least."""
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """CPU capabilities that multiply bfloat16 in hardware. Without one it is two to six times slower than float32."""
 

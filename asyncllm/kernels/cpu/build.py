@@ -87,6 +87,7 @@ class Library:
     functions: ctypes.CDLL
     short: ctypes.PyDLL  # the same, for calls so short that the interpreter is not given up for them
     tiles: bool  # whether the processor's matrix unit (AMX) may be used
+    avx512: bool  # whether they were compiled for that; else for AVX2
     team: TeamSize = field(default_factory=TeamSize)
 
 
@@ -292,7 +293,8 @@ def _load(binary: Path) -> Library:
             for name, (given, taken) in _FUNCTIONS.items():
                 function = getattr(handle, f"asyncllm_{name}")
                 function.restype, function.argtypes = given, taken
-        return Library(functions, short, tiles=bool(functions.asyncllm_features() & 1))
+        features = functions.asyncllm_features()
+        return Library(functions, short, tiles=bool(features & 1), avx512=bool(features & 2))
     except AttributeError as error:
         raise OSError(f"not our kernels: {error}") from error
 

@@ -20,6 +20,8 @@ from asyncllm.engine.execution.processor import native_kernels
 from asyncllm.engine.execution.runner import ModelFacts
 from asyncllm.engine.plan import CacheGroup
 from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UnsupportedModelError
+from asyncllm.kernels.cpu.build import always
+from asyncllm.models.registry import read_model_config
 from asyncllm.testing.tiny_models import tiny_config, tiny_weights, write_tiny_model
 from asyncllm.weights.source import ModelSource, resolve_source
 from tests.engine.execution.plan_driver import PlanDriver
@@ -83,20 +85,30 @@ async def test_low_precision(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "stored", "expected"),
+    ("capabilities", "stored", "kernels", "expected"),
     [
-        ({"avx2": True}, "bfloat16", "float32"),
-        ({"avx512_bf16": True}, "bfloat16", "bfloat16"),
-        ({"amx_bf16": True}, "float16", "bfloat16"),
-        ({"amx_bf16": True}, "float32", "float32"),
+        ((), "bfloat16", False, torch.float32),
+        (("avx512_bf16",), "bfloat16", False, torch.bfloat16),
+        (("amx_bf16",), "float16", False, torch.bfloat16),
+        (("amx_bf16",), "float32", False, torch.float32),
+        ((), "bfloat16", True, torch.bfloat16),
+        ((), "float32", True, torch.float32),
     ],
 )
-async def test_dtype_goes_by_the_processor(
-    capabilities: dict[str, bool], stored: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_dtype_goes_by_the_processor(
+    capabilities: tuple[str, ...],
+    stored: str,
+    kernels: bool,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    facts = await facts_of(write_tiny_model(tmp_path, config={"torch_dtype": stored}))
-    assert facts.dtype == expected
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False)
+    monkeypatch.setattr(loading, "native_kernels", lambda wanted: object() if kernels else None)
+    model = read_model_config(tiny_config(torch_dtype=stored))
+    assert loading._choose_dtype(EngineConfig(), model, always) == expected
+    plain = torch.bfloat16 if capabilities and stored != "float32" else torch.float32
+    assert loading._choose_dtype(EngineConfig(native_kernels=False), model, always) == plain
+    assert loading._choose_dtype(EngineConfig(dtype="float16"), model, always) == torch.float16
 
 
 async def test_a_rope_that_depends_on_length_shares_no_prefix(tmp_path: Path) -> None:

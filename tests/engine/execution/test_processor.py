@@ -60,7 +60,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_for_bfloat16_on_processors_that_have_them(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(ctypes.CDLL(None), ctypes.PyDLL(None), tiles=False)
+    library = Library(ctypes.CDLL(None), ctypes.PyDLL(None), tiles=False, avx512=False)
     monkeypatch.setattr(processor, "load_library", lambda folder, compiler, wanted: library)
     assert product_forms(torch.bfloat16, packs=True, copies=True).library is library
     assert product_forms(torch.float32, packs=True, copies=True).library is None
@@ -95,7 +95,7 @@ def test_what_is_not_wanted_any_more_is_tried_again(fresh: None, monkeypatch: py
     monkeypatch.setattr(processor, "load_library", stop)
     with pytest.raises(ModelLoadError, match="was cancelled"):
         native_kernels()
-    library = Library(ctypes.CDLL(None), ctypes.PyDLL(None), tiles=False)
+    library = Library(ctypes.CDLL(None), ctypes.PyDLL(None), tiles=False, avx512=False)
     monkeypatch.setattr(processor, "load_library", lambda folder, compiler, wanted: library)
     assert native_kernels() is library
 

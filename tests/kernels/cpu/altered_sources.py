@@ -10,7 +10,7 @@ from asyncllm.kernels.cpu import build
 from asyncllm.kernels.cpu.build import Library, load_library
 
 
-def altered(folder: Path, edits: Sequence[tuple[str, str, str]]) -> Library:
+def altered(folder: Path, edits: Sequence[tuple[str, str, str]], compiler: str | None = None) -> Library:
     """Kernels compiled anew, in a folder, from edited sources: of a file, what is there and what comes instead."""
     source = Path(shutil.copytree(build.SOURCE, folder / "source"))
     for file, right, wrong in edits:
@@ -19,4 +19,4 @@ def altered(folder: Path, edits: Sequence[tuple[str, str, str]]) -> Library:
         (source / file).write_text(text.replace(right, wrong), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCE", source)
-        return load_library(folder / "kernels")
+        return load_library(folder / "kernels", compiler)

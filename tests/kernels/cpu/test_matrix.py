@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +56,32 @@ def test_nearer_than_bfloat16(library: Library, bits: int, outputs: int, inputs:
         assert found.shape == (count, outputs)
         assert found.dtype == dtype
         assert (found.double() - expected).abs().mean() < (1.0 if dtype == torch.float32 else 1.5) * bound
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rows_that_are_cut_into_parts(library: Library, bits: int) -> None:
+    weight, x = grouped(48, 576, min(bits, 8)), rows_of(1000, 576)
+    matrix, exact = make(weight, bits)
+    expected = product_reference(x.double(), exact)
+    found = kernel_product(library, x, matrix, dtype=torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01 * float(expected.abs().mean()))
+
+
+def test_rounds_as_torch_does(library: Library) -> None:
+    """To the nearest, of two to the even one; what is no number stays so."""
+    weight = GroupedTensor(torch.zeros(16, 32, dtype=torch.int8), torch.ones(16, 1), torch.zeros(16, 1), 8)
+    weight.codes[:, :2] = 1
+    matrix, _ = make(weight, 16)
+    x = torch.zeros(400, 32)
+    x[:128, 0], x[128:256, 0] = 1 + torch.arange(128) / 128, -1 - torch.arange(128) / 128
+    x[:256, 1] = 2.0**-8  # half of the last place
+    x[256:384, 0], x[256:384, 1] = 2.0, 2.0 ** -torch.arange(128.0)
+    x[384:390, 0] = torch.tensor([math.nan, math.inf, -math.inf, -math.nan, 0.0, -0.0])
+    for rows in (x[:4], x):
+        exact = kernel_product(library, rows.bfloat16(), matrix, dtype=torch.float32)
+        found = kernel_product(library, rows.bfloat16(), matrix)
+        torch.testing.assert_close(found, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(exact[:384, 0], x[:384, :2].sum(1))
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

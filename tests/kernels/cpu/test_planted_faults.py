@@ -21,6 +21,9 @@ CHECKS = {
         library, "window", 47
     ),
     "product": lambda library: test_matrix.test_nearer_than_bfloat16(library, 4, 208, 576, 12),
+    "dense product": lambda library: test_matrix.test_nearer_than_bfloat16(library, 16, 208, 576, 12),
+    "product of parts": lambda library: test_matrix.test_rows_that_are_cut_into_parts(library, 4),
+    "rounding": test_matrix.test_rounds_as_torch_does,
     "uniform": test_draw.test_uniform_numbers,
     "draw": lambda library: test_draw.test_the_share_that_is_asked_for(library, 1000),
     "outputs": lambda library: test_logits.test_some_of_the_tokens_in_any_order(library, 1),
@@ -30,11 +33,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiled(compiled: Library) -> Library:
-    if not compiled.tiles:
-        pytest.skip("this processor has no matrix unit, so that chunks are attended by other code")
-    return compiled
+FILES_OF_TILES = ("chunk_attention.h", "token_attention.h", "tile_product.h")
 
 
 @pytest.mark.full
@@ -67,9 +66,9 @@ def tiled(compiled: Library) -> Library:
         ("tile_product.h", "row < kFields ? lower : upper", "lower", "product"),
         ("draw.h", "reached = before;", "reached = sum;", "draw"),
         ("draw.h", "first += kLanes, reached = next", "first += kLanes, reached = 0.0", "draw"),
-        ("draw.h", "_mm256_set1_ps(of_all)", "_mm256_set1_ps(9)", "draw"),
-        ("draw.h", "_mm512_reduce_max_ps(largest[i])", "_mm512_reduce_max_ps(largest[0])", "largest"),
-        ("draw.h", "if (odd) return", "if (false) return", "no number drawn"),
+        ("draw.h", "most + kDrawTiles, of_all)", "most + kDrawTiles, 9.0f)", "draw"),
+        ("draw.h", "largest_of(largest[i])", "largest_of(largest[0])", "largest"),
+        ("draw.h", "if (odd) {", "if (false) {", "no number drawn"),
         ("draw.h", "numeric_limits<float>::lowest()", "numeric_limits<float>::quiet_NaN()", "no number drawn"),
         ("draw.h", "if (!(sum > 0.0)) return", "if (false) return", "no number drawn"),
         ("simd.h", "6.9315130e-1f", "7.0315130e-1f", "draw"),
@@ -82,9 +81,37 @@ def tiled(compiled: Library) -> Library:
     ],
 )
 def test_planted_fault_is_caught(  # noqa: PLR0917  (a parameter for each of what the table gives)
-    tiled: Library, file: str, right: str, wrong: str, check: str, tmp_path: Path
+    compiled: Library, file: str, right: str, wrong: str, check: str, tmp_path: Path
 ) -> None:
-    CHECKS[check](tiled)
+    if file in FILES_OF_TILES and not compiled.tiles:
+        pytest.skip("this processor has no matrix unit")
+    CHECKS[check](compiled)
     faulty = altered(tmp_path, [(file, right, wrong)])
+    with pytest.raises(AssertionError):
+        CHECKS[check](faulty)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "check"),
+    [
+        ("word_blocks.h", "if (shift + Bits < 16)", "if (shift + Bits < 12)", "product"),
+        ("word_blocks.h", "pair / kFields * 64", "0 * 64", "product"),
+        ("word_blocks.h", "every(row[groups + group])", "every(row[groups])", "product"),
+        ("word_blocks.h", "[group * kPairs + pair]", "[pair]", "product"),
+        ("word_blocks.h", "multiply_add(odd, {second, second}", "multiply_add(odd, {first, first}", "dense product"),
+        ("vector_product.h", "x.data + row * x.stride", "x.data + row % 256 * x.stride", "product of parts"),
+        ("avx2.h", "_mm256_set1_epi32(count - first)", "_mm256_set1_epi32(count)", "rows"),
+        ("avx2.h", "_mm256_add_epi32(odd, ", "_mm256_or_si256(odd, ", "rounding"),
+        ("avx2.h", "_mm256_unpackhi_ps(a.low, a.high)", "_mm256_unpackhi_ps(a.high, a.low)", "rows"),
+        ("attention.h", "first & (block_size - 1) ? ", "true ? ", "window"),
+        ("attention.h", "choose(lanes_below(count - start), exp2", "choose(lanes_below(16), exp2", "rows"),
+    ],
+)
+def test_planted_fault_is_caught_without_avx512(  # noqa: PLR0917  (as above)
+    avx2: Library, avx2_compiler: str, file: str, right: str, wrong: str, check: str, tmp_path: Path
+) -> None:
+    CHECKS[check](avx2)
+    faulty = altered(tmp_path, [(file, right, wrong)], avx2_compiler)
     with pytest.raises(AssertionError):
         CHECKS[check](faulty)

@@ -33,6 +33,14 @@ struct History {
     const int64_t block = table[position >> __builtin_ctzll(block_size)];
     return cache + (block * block_size + (position & (block_size - 1))) * line_size();
   }
+  // Of 16 positions from `first` on; behind the `count`th, again that one.
+  void take_lines(int64_t first, int64_t count, const bf16 *lines[16]) const {
+    const bf16 *at = line(first);
+    for (int64_t i = 0; i < 16; ++i, ++first) {
+      if (i && i < count) at = first & (block_size - 1) ? at + line_size() : line(first);
+      lines[i] = at;
+    }
+  }
   bf16 *key(int64_t position, int64_t head) const { return line(position) + head * heads.dim; }
   bf16 *value(int64_t position, int64_t head) const { return line(position) + (heads.keys + head) * heads.dim; }
 };
@@ -45,26 +53,25 @@ struct Rotation {
 };
 
 inline void rotate(const bf16 *from, bf16 *to, int64_t dim, const Rotation &by) {
-  __m512 scale = _mm512_set1_ps(1.0f);
+  Floats scale = every(1.0f);
   if (by.norm) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (int64_t i = 0; i < dim; i += kLanes) {
-      const __m512 x = load_bf16(from + i);
-      squares = _mm512_fmadd_ps(x, x, squares);
+      const Floats x = load_bf16(from + i);
+      squares = multiply_add(x, x, squares);
     }
-    scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(dim) + by.eps));
+    scale = every(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + by.eps));
   }
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
-    __m512 first = load_bf16(from + i), second = load_bf16(from + half + i);
+    Floats first = load_bf16(from + i), second = load_bf16(from + half + i);
     if (by.norm) {
-      first = _mm512_mul_ps(_mm512_mul_ps(first, scale), load_bf16(by.norm + i));
-      second = _mm512_mul_ps(_mm512_mul_ps(second, scale), load_bf16(by.norm + half + i));
+      first = first * scale * load_bf16(by.norm + i);
+      second = second * scale * load_bf16(by.norm + half + i);
     }
-    const __m512 left = _mm512_mul_ps(second, load_bf16(by.sine + i));
-    const __m512 right = _mm512_mul_ps(first, load_bf16(by.sine + half + i));
-    store_bf16(to + i, _mm512_fmadd_ps(first, load_bf16(by.cosine + i), left));
-    store_bf16(to + half + i, _mm512_fmadd_ps(second, load_bf16(by.cosine + half + i), right));
+    const Floats left = second * load_bf16(by.sine + i), right = first * load_bf16(by.sine + half + i);
+    store_bf16(to + i, multiply_add(first, load_bf16(by.cosine + i), left));
+    store_bf16(to + half + i, multiply_add(second, load_bf16(by.cosine + half + i), right));
   }
 }
 
@@ -101,66 +108,119 @@ inline void prefetch_keys(const History &history, int64_t first, int64_t last) {
   }
 }
 
+// Products of H queries [H, dim] with 16 keys, each at `offset` of its line.
+template <int Vectors, int H>
+inline void multiply_keys(const bf16 *query, const bf16 *const lines[16], int64_t offset, Floats found[H]) {
+  constexpr int kDim = Vectors * kLanes;
+#ifdef ASYNCLLM_AVX512
+  for (int h = 0; h < H; ++h) {
+    Partial dots[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      dots[i] = zeros();
+#pragma GCC unroll 8
+      for (int part = 0; part < Vectors / 2; ++part) {
+        const __m512i q = _mm512_loadu_si512(query + h * kDim + 32 * part);
+        const __m512i k = _mm512_loadu_si512(lines[i] + offset + 32 * part);
+        dots[i] = _mm512_dpbf16_ps(dots[i], (__m512bh)q, (__m512bh)k);
+      }
+    }
+    found[h] = sums_of(dots);
+  }
+#else
+  Floats queries[H][Vectors];
+  Partial dots[H][16];
+  for (int h = 0; h < H; ++h)
+    for (int part = 0; part < Vectors; ++part) queries[h][part] = load_unordered(query + h * kDim + kLanes * part);
+  for (int i = 0; i < 16; ++i) {
+    Floats sums[H];
+    for (int h = 0; h < H; ++h) sums[h] = zeros();
+#pragma GCC unroll 16
+    for (int part = 0; part < Vectors; ++part) {
+      const Floats key = load_unordered(lines[i] + offset + kLanes * part);
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) sums[h] = multiply_add(key, queries[h][part], sums[h]);
+    }
+    for (int h = 0; h < H; ++h) dots[h][i] = _mm256_add_ps(sums[h].low, sums[h].high);
+  }
+  for (int h = 0; h < H; ++h) found[h] = sums_of(dots[h]);
+#endif
+}
+
+// Vectors of values for which the sums of H queries stay in registers.
+constexpr int values_at_once(int vectors, int h) {
+#ifdef ASYNCLLM_AVX512
+  return vectors;
+#else
+  return h > 2 ? 1 : h > 1 || vectors % 4 ? 2 : 4;
+#endif
+}
+
 // Keys `first` to `last` of one KV head for H of its queries [H, dim]; `scores` has room for H · (keys + 16) floats.
 // `put(query, largest, weight, sums)` takes what came of each query: its largest score, the sum of its weights beside
 // that one's 1, and [dim / 16] sums of values times weights.
 template <int Vectors, int H, class Put>
 inline void attend_by_vectors(const bf16 *query, const History &history, int64_t first, int64_t last, int64_t head,
                               float scale, float *scores, Put &&put) {
-  constexpr int64_t kDim = Vectors * kLanes;
+  constexpr int kDim = Vectors * kLanes;
   const int64_t count = last - first + 1, stride = (count + 15) / 16 * 16;
-  __m512 most[H];
-  for (int h = 0; h < H; ++h) most[h] = _mm512_set1_ps(kLeastScore);
+  const int64_t offset = (history.heads.keys + head) * kDim;  // of a value in its line
+  const Floats least = every(kLeastScore), factor = every(scale * kLog2E);
+  Floats most[H];
+  for (int h = 0; h < H; ++h) most[h] = least;
   for (int64_t start = 0; start < count; start += 16) {
-    const bf16 *keys[16];
-    for (int64_t i = 0; i < 16; ++i) keys[i] = history.key(first + std::min(start + i, count - 1), head);
+    const bf16 *lines[16];
+    history.take_lines(first + start, count - start, lines);
     const int64_t ahead = start + kKeysAhead;
     if (head == 0 && ahead >= history.asked) prefetch_keys(history, first + ahead, std::min(first + ahead + 15, last));
-    const auto inside = static_cast<__mmask16>(count - start >= 16 ? 0xffff : (1u << (count - start)) - 1);
+    Floats found[H];
+    multiply_keys<Vectors, H>(query, lines, head * kDim, found);
     for (int h = 0; h < H; ++h) {
-      __m512 dots[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        dots[i] = _mm512_setzero_ps();
-#pragma GCC unroll 8
-        for (int part = 0; part < Vectors / 2; ++part) {
-          const __m512i q = _mm512_loadu_si512(query + h * kDim + 32 * part);
-          const __m512i k = _mm512_loadu_si512(keys[i] + 32 * part);
-          dots[i] = _mm512_dpbf16_ps(dots[i], (__m512bh)q, (__m512bh)k);
-        }
-      }
-      const __m512 found = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scale * kLog2E));
-      most[h] = _mm512_mask_max_ps(most[h], inside, most[h], found);
-      _mm512_storeu_ps(scores + h * stride + start, found);
+      found[h] = found[h] * factor;
+      most[h] = choose(lanes_below(count - start), larger(most[h], found[h]), most[h]);
+      store(scores + h * stride + start, found[h]);
     }
   }
   float peaks[H], totals[H];
   for (int h = 0; h < H; ++h) {
-    peaks[h] = _mm512_reduce_max_ps(most[h]);
-    const __m512 largest = _mm512_set1_ps(peaks[h]);
-    __m512 sum = _mm512_setzero_ps();
+    peaks[h] = largest_of(most[h]);
+    const Floats largest = every(peaks[h]);
+    Floats sum = zeros();
     for (int64_t start = 0; start < count; start += 16) {
-      const auto inside = static_cast<__mmask16>(count - start >= 16 ? 0xffff : (1u << (count - start)) - 1);
       float *at = scores + h * stride + start;
-      const __m512 weight = _mm512_maskz_mov_ps(inside, exp2(_mm512_sub_ps(_mm512_loadu_ps(at), largest)));
-      _mm512_storeu_ps(at, weight);
-      sum = _mm512_add_ps(sum, weight);
+      const Floats weight = choose(lanes_below(count - start), exp2(load(at) - largest), zeros());
+      store(at, weight);
+      sum = sum + weight;
     }
-    totals[h] = _mm512_reduce_add_ps(sum);
+    totals[h] = sum_of(sum);
   }
-  __m512 sums[H][Vectors];
+  constexpr int kAtOnce = values_at_once(Vectors, H);
+  Floats sums[H][Vectors];
   for (int h = 0; h < H; ++h)
-    for (int i = 0; i < Vectors; ++i) sums[h][i] = _mm512_setzero_ps();
-  for (int64_t key = 0; key < count; ++key) {
-    const bf16 *value = history.value(first + key, head);
-#pragma GCC unroll 16
-    for (int i = 0; i < Vectors; ++i) {
-      const __m512 part = load_bf16(value + 16 * i);
-#pragma GCC unroll 4
+    for (int i = 0; i < Vectors; ++i) sums[h][i] = zeros();
+  for (int64_t start = 0; start < count; start += 16) {
+    const int64_t some = std::min<int64_t>(16, count - start);
+    const bf16 *lines[16];
+    history.take_lines(first + start, some, lines);
+    for (int part = 0; part < Vectors; part += kAtOnce) {
+      Floats so_far[H][kAtOnce];
       for (int h = 0; h < H; ++h)
-        sums[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * stride + key]), part, sums[h][i]);
+        for (int i = 0; i < kAtOnce; ++i) so_far[h][i] = sums[h][part + i];
+      for (int64_t key = 0; key < some; ++key) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kAtOnce; ++i) {
+          const Floats value = load_unordered(lines[key] + offset + kLanes * (part + i));
+#pragma GCC unroll 4
+          for (int h = 0; h < H; ++h)
+            so_far[h][i] = multiply_add(every(scores[h * stride + start + key]), value, so_far[h][i]);
+        }
+      }
+      for (int h = 0; h < H; ++h)
+        for (int i = 0; i < kAtOnce; ++i) sums[h][part + i] = so_far[h][i];
     }
   }
+  for (int h = 0; h < H; ++h)
+    for (int i = 0; i < Vectors; ++i) sums[h][i] = in_order(sums[h][i]);
   for (int h = 0; h < H; ++h) put(h, peaks[h], totals[h], sums[h]);
 }
 
@@ -170,7 +230,7 @@ inline void attend_queries(const bf16 *query, const History &history, int64_t fi
                            float scale, float *scores, Put &&put) {
   const int64_t group = history.heads.group(), dim = history.heads.dim;
   int64_t done = 0;
-  const auto put_next = [&](int64_t h, float peak, float total, const __m512 *sums) {
+  const auto put_next = [&](int64_t h, float peak, float total, const Floats *sums) {
     put(done + h, peak, total, sums);
   };
   for (; done + Most <= group; done += Most)
@@ -206,10 +266,9 @@ inline void attend_token(const bf16 *query, const History &history, int64_t firs
                          float scale, float factor, bf16 *out, float *scores) {
   const int64_t dim = history.heads.dim;
   attend_head(query, history, first, last, head, scale, scores,
-              [&](int64_t h, float, float total, const __m512 *sums) {
-                const __m512 share = _mm512_set1_ps(factor / total);
-                for (int64_t i = 0; i < dim / kLanes; ++i)
-                  store_bf16(out + h * dim + i * kLanes, _mm512_mul_ps(sums[i], share));
+              [&](int64_t h, float, float total, const Floats *sums) {
+                const Floats share = every(factor / total);
+                for (int64_t i = 0; i < dim / kLanes; ++i) store_bf16(out + h * dim + i * kLanes, sums[i] * share);
               });
 }
 
@@ -237,9 +296,9 @@ inline void attend_part(const bf16 *query, const History &history, int64_t first
                         float scale, float *out, float *scores) {
   const int64_t dim = history.heads.dim;
   attend_head(query, history, first, last, head, scale, scores,
-              [&](int64_t h, float peak, float total, const __m512 *sums) {
+              [&](int64_t h, float peak, float total, const Floats *sums) {
                 float *to = out + h * part_floats(dim);
-                for (int64_t i = 0; i < dim / kLanes; ++i) _mm512_store_ps(to + i * kLanes, sums[i]);
+                for (int64_t i = 0; i < dim / kLanes; ++i) store(to + i * kLanes, sums[i]);
                 to[dim] = peak;
                 to[dim + 1] = total;
               });
@@ -252,15 +311,15 @@ inline void join_parts(const float *parts, int64_t count, int64_t queries, int64
     const auto part = [&](int64_t i) { return parts + i * queries * width; };
     float peak = part(0)[dim], total = 0.0f;
     for (int64_t i = 1; i < count; ++i) peak = std::max(peak, part(i)[dim]);
-    __m512 shares[Parts::kMost];
+    Floats shares[Parts::kMost];
     for (int64_t i = 0; i < count; ++i) {
-      shares[i] = exp2(_mm512_set1_ps(part(i)[dim] - peak));
-      total += _mm512_cvtss_f32(shares[i]) * part(i)[dim + 1];
+      shares[i] = exp2(every(part(i)[dim] - peak));
+      total += first_of(shares[i]) * part(i)[dim + 1];
     }
-    for (int64_t i = 0; i < count; ++i) shares[i] = _mm512_mul_ps(shares[i], _mm512_set1_ps(factor / total));
+    for (int64_t i = 0; i < count; ++i) shares[i] = shares[i] * every(factor / total);
     for (int64_t d = 0; d < dim; d += kLanes) {
-      __m512 sum = _mm512_mul_ps(shares[0], _mm512_load_ps(part(0) + d));
-      for (int64_t i = 1; i < count; ++i) sum = _mm512_fmadd_ps(shares[i], _mm512_load_ps(part(i) + d), sum);
+      Floats sum = shares[0] * load(part(0) + d);
+      for (int64_t i = 1; i < count; ++i) sum = multiply_add(shares[i], load(part(i) + d), sum);
       store_bf16(out + d, sum);
     }
   }

@@ -4,6 +4,7 @@
 // across lanes.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 
 namespace asyncllm {
@@ -11,7 +12,7 @@ namespace asyncllm {
 constexpr int64_t kTokensAtOnce = 32;  // of a chunk
 constexpr int64_t kKeysAtOnce = 256;
 
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
 
 inline int64_t chunk_scratch_bytes(const Heads &heads) {
   const int64_t tiles = kTokensAtOnce / 16 * heads.group(), dim = heads.dim;

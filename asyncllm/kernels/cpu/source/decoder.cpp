@@ -25,7 +25,7 @@ class Pass {
     team_.divide(step_.tokens, kRowsAtOnce, [&](int64_t begin, int64_t end) {
       for (int64_t i = 0; i < step_.tables_read; ++i) step_.lines[i].take({begin, end});
       for (int64_t i = begin * model_.hidden; i < end * model_.hidden; i += kLanes) {
-        _mm512_storeu_ps(space_.residual + i, load_bf16(step_.residual + i));
+        store(space_.residual + i, load_bf16(step_.residual + i));
       }
     });
     team_.wait();
@@ -33,7 +33,7 @@ class Pass {
     for (int64_t index = 0; index < model_.count; ++index) run_layer(model_.layers[index], index);
     team_.divide(step_.tokens, kRowsAtOnce, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * model_.hidden; i < end * model_.hidden; i += kLanes) {
-        store_bf16(step_.residual + i, _mm512_loadu_ps(space_.residual + i));
+        store_bf16(step_.residual + i, load(space_.residual + i));
       }
     });
   }
@@ -46,7 +46,8 @@ class Pass {
   void run_layer(const Layer &layer, int64_t index) {
     const Output stream{Output::kAddFloat, space_.residual, model_.hidden};
     const auto eps = static_cast<float>(layer.eps);
-    product(layer.qkv, [&] { return normed(layer.qkv, layer.attention_norm, eps); }, {Output::kStore, space_.qkv, layer.qkv.outputs});
+    product(layer.qkv, [&] { return normed(layer.qkv, layer.attention_norm, eps); },
+            {Output::kStore, space_.qkv, layer.qkv.outputs});
     attend(layer);
     if (index + 1 < model_.count) prefetcher_.start(model_.layers[index + 1]);
     team_.wait();
@@ -71,7 +72,7 @@ class Pass {
       const float *from = space_.residual + row * size;
       const auto source = [&](int64_t i) {
         expect_weights();
-        return _mm512_loadu_ps(from + i);
+        return load(from + i);
       };
       put_normed(form, to, source, weight, size, eps);
     });
@@ -186,7 +187,7 @@ class Pass {
     const bf16 *queries = qkv(token) + offset;
     bf16 *out = space_.attended + token * heads_.queries * model_.dim + offset;
     const float factor = input_factor(layer.output);
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
     if (by_tiles()) {
       const int64_t next = std::min(token + 1, step_.singles - 1), place = step_.positions[next];
       const History following = history(layer, next);
@@ -208,7 +209,7 @@ class Pass {
   bool by_tiles() const { return tiles_ && step_.singles > 1 && model_.block_size % 16 == 0 && heads_.group() <= 16; }
 
   int64_t choose_heads_at_once() const {
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
     if (by_tiles()) {  // of few tokens no more than leave some to each thread
       const int64_t heads = std::max<int64_t>(1, step_.singles * heads_.keys);
       return std::min(heads_at_once(heads_), (heads + team_.threads - 1) / team_.threads);
@@ -247,14 +248,14 @@ class Pass {
     team_.wait();  // queries see keys that other threads have written
     for_heads(0, singles,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
     if (tiles_ && model_.block_size % 16 == 0) return attend_chunks(layer);
 #endif
     for_heads(singles, step_.tokens,
               [&](int64_t token, int64_t head, int64_t count) { attend_heads(layer, token, head, count); });
   }
 
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
   // Pieces of chunks, the last, which see most, first.
   void attend_chunks(const Layer &layer) {
     int64_t pieces = 0;
@@ -294,8 +295,8 @@ using namespace asyncllm;
 
 extern "C" {
 
-// Bit 0: the processor's matrix unit may be used.
-int64_t asyncllm_features() { return kCompiledForTiles && may_use_tiles() ? 1 : 0; }
+// Bit 0: the processor's matrix unit may be used; bit 1: these are compiled for AVX-512.
+int64_t asyncllm_features() { return (kCompiledForTiles && may_use_tiles() ? 1 : 0) | (kCompiledForAvx512 ? 2 : 0); }
 
 int64_t asyncllm_takes_head(int64_t dim) { return takes_head(dim) ? 1 : 0; }
 
@@ -332,7 +333,7 @@ double asyncllm_decode(const Decoder *model, const Step *step, const Sampled *sa
   int64_t steps = 0;
   for (bool goes_on = true; goes_on;) {
     lost += run_team(step->threads, [&](const Team &team) {
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
       if (tiles) {
         const Tiles configured;
         return compute(team, true);
@@ -402,7 +403,7 @@ double asyncllm_product(const Matrix *matrix, const bf16 *x, const bf16 *norm, d
     });
     team.wait();
     std::uint8_t *scratch = workspace + team.thread * kProductScratchBytes;
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
     if (tiles) {
       const Tiles configured;
       return multiply(team, *matrix, {form, prepared, stride}, rows, output, true, scratch, [](int64_t) {});

@@ -35,10 +35,9 @@ struct DrawTiles {
 };
 
 // 16 numbers from `at` on; behind the last one, what has no weight.
-inline __m512 some_from(const float *numbers, std::int64_t at, std::int64_t count, float none = -INFINITY) {
-  if (at + kLanes <= count) return _mm512_loadu_ps(numbers + at);
-  const auto inside = static_cast<__mmask16>((1u << std::max<std::int64_t>(0, count - at)) - 1);
-  return _mm512_mask_loadu_ps(_mm512_set1_ps(none), inside, numbers + at);
+inline Floats some_from(const float *numbers, std::int64_t at, std::int64_t count, float none = -INFINITY) {
+  if (at + kLanes <= count) return load(numbers + at);
+  return load_some(lanes_below(count - at), numbers + at, every(none));
 }
 
 class Temperature {
@@ -49,9 +48,9 @@ class Temperature {
 
   // Compared with that of the largest logit, of which the difference is taken first: so no temperature makes it
   // overflow, as long as no factor is infinite.
-  __m512 weights(__m512 logits, float most) const {
+  Floats weights(Floats logits, float most) const {
     const float factor = std::min(kLog2E / value_, std::numeric_limits<float>::max());
-    return exp2(_mm512_mul_ps(_mm512_sub_ps(logits, _mm512_set1_ps(most)), _mm512_set1_ps(factor)));
+    return exp2((logits - every(most)) * every(factor));
   }
 
  private:
@@ -61,33 +60,36 @@ class Temperature {
 // Of a piece's logits, which are `count`; `tile` is the first of its tiles.
 inline void weigh(const float *logits, std::int64_t count, Temperature temperature, const DrawTiles &tiles,
                   std::int64_t tile) {
-  __m512 largest[kDrawTiles];
-  __mmask16 odd = 0;
+  Floats largest[kDrawTiles];
+  bool odd = false;
 #pragma GCC unroll 8
   for (int i = 0; i < kDrawTiles; ++i) {
-    const __m512 low = some_from(logits, 2 * i * kLanes, count), high = some_from(logits, (2 * i + 1) * kLanes, count);
-    odd |= _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q);
-    largest[i] = _mm512_max_ps(low, high);
+    const Floats low = some_from(logits, 2 * i * kLanes, count), high = some_from(logits, (2 * i + 1) * kLanes, count);
+    odd |= unordered(low, high);
+    largest[i] = larger(low, high);
   }
   float *most = tiles.most + tile;
-  if (odd) return _mm256_storeu_ps(most, _mm256_set1_ps(NAN));
+  if (odd) {
+    std::fill(most, most + kDrawTiles, NAN);
+    return;
+  }
   if (!temperature.draws()) {
-    for (int i = 0; i < kDrawTiles; ++i) most[i] = _mm512_reduce_max_ps(largest[i]);
+    for (int i = 0; i < kDrawTiles; ++i) most[i] = largest_of(largest[i]);
     return;
   }
 #pragma GCC unroll 8
   for (int step = kDrawTiles / 2; step; step /= 2) {
-    for (int i = 0; i < step; ++i) largest[i] = _mm512_max_ps(largest[i], largest[i + step]);
+    for (int i = 0; i < step; ++i) largest[i] = larger(largest[i], largest[i + step]);
   }
-  const float of_all = std::max(_mm512_reduce_max_ps(largest[0]), std::numeric_limits<float>::lowest());
-  _mm256_storeu_ps(most, _mm256_set1_ps(of_all));
-  __m512 sums[kDrawTiles];
+  const float of_all = std::max(largest_of(largest[0]), std::numeric_limits<float>::lowest());
+  std::fill(most, most + kDrawTiles, of_all);
+  Floats sums[kDrawTiles];
 #pragma GCC unroll 8
   for (int i = 0; i < kDrawTiles; ++i) {
-    sums[i] = _mm512_add_ps(temperature.weights(some_from(logits, 2 * i * kLanes, count), of_all),
-                            temperature.weights(some_from(logits, (2 * i + 1) * kLanes, count), of_all));
+    sums[i] = temperature.weights(some_from(logits, 2 * i * kLanes, count), of_all) +
+              temperature.weights(some_from(logits, (2 * i + 1) * kLanes, count), of_all);
   }
-  _mm256_storeu_ps(tiles.sums + tile, sums_of_eight(sums));
+  store_sums_of_eight(tiles.sums + tile, sums);
 }
 
 // The tile that a token is in.
@@ -107,7 +109,7 @@ inline std::int64_t find_target(std::int64_t begin, std::int64_t end, double tar
   double before = reached, sum = reached;
   for (std::int64_t i = begin; i < end && sum < target; i += kLanes) {
     alignas(64) float lanes[kLanes];
-    _mm512_store_ps(lanes, weights(i));
+    store(lanes, weights(i));
     for (std::int64_t lane = 0; lane < kLanes && sum < target; ++lane) {
       if (!(lanes[lane] > 0.0f)) continue;
       last = i + lane;
@@ -122,27 +124,27 @@ inline std::int64_t find_target(std::int64_t begin, std::int64_t end, double tar
 // None where a logit is not a number, or all are -inf; and where it is drawn, none where one is +inf.
 inline Choice choose_tile(const DrawTiles &tiles, Temperature temperature, float uniform) {
   constexpr Choice kNone{-1, 0.0f, 0.0, 0.0};
-  __m512 largest = _mm512_set1_ps(-INFINITY);
-  __mmask16 odd = 0;
+  Floats largest = every(-INFINITY);
+  bool odd = false;
   const auto most_of = [&](std::int64_t i) { return some_from(tiles.most, i, tiles.count); };
   for (std::int64_t i = 0; i < tiles.count; i += kLanes) {
-    const __m512 most = most_of(i);
-    odd |= _mm512_cmp_ps_mask(most, most, _CMP_UNORD_Q);
-    largest = _mm512_max_ps(largest, most);
+    const Floats most = most_of(i);
+    odd |= unordered(most, most);
+    largest = larger(largest, most);
   }
-  const float most = _mm512_reduce_max_ps(largest);
+  const float most = largest_of(largest);
   if (odd || !(most > -INFINITY)) return kNone;
   if (!temperature.draws()) return {std::find(tiles.most, tiles.most + tiles.count, most) - tiles.most, most, 0.0, 0.0};
   const auto weights = [&](std::int64_t i) {
-    return _mm512_mul_ps(some_from(tiles.sums, i, tiles.count, 0.0f), temperature.weights(most_of(i), most));
+    return some_from(tiles.sums, i, tiles.count, 0.0f) * temperature.weights(most_of(i), most);
   };
   double sum = 0.0, reached = 0.0;
-  for (std::int64_t i = 0; i < tiles.count; i += kLanes) sum += _mm512_reduce_add_ps(weights(i));
+  for (std::int64_t i = 0; i < tiles.count; i += kLanes) sum += sum_of(weights(i));
   if (!(sum > 0.0)) return kNone;  // the largest is +inf
   const double target = static_cast<double>(uniform) * sum;
   std::int64_t first = 0;
   for (double next = reached; first < tiles.count; first += kLanes, reached = next) {
-    next += _mm512_reduce_add_ps(weights(first));
+    next += sum_of(weights(first));
     if (next >= target) break;
   }
   const std::int64_t tile = find_target(first, std::min(first + kLanes, tiles.count), target, reached, weights);

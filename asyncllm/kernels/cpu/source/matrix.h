@@ -60,17 +60,15 @@ struct Output {
   float factor = 1.0f;   // of what is stored in bfloat16
 
   template <Kind As>
-  void put(int64_t row, int64_t column, __m512 value) const {
+  void put(int64_t row, int64_t column, Floats value) const {
     if (As == kStore) {
-      value = _mm512_mul_ps(value, _mm512_set1_ps(factor));
-      return store_bf16(static_cast<bf16 *>(rows) + row * stride + column, value);
+      return store_bf16(static_cast<bf16 *>(rows) + row * stride + column, value * every(factor));
     }
     float *to = static_cast<float *>(rows) + row * stride + column;
-    if (As == kAddFloat) value = _mm512_add_ps(value, _mm512_loadu_ps(to));
-    _mm512_storeu_ps(to, value);
+    store(to, As == kAddFloat ? value + load(to) : value);
   }
 
-  void take(int64_t row, int64_t column, __m512 value) const {
+  void take(int64_t row, int64_t column, Floats value) const {
     if (kind == kStore) return put<kStore>(row, column, value);
     if (kind == kStoreFloat) return put<kStoreFloat>(row, column, value);
     put<kAddFloat>(row, column, value);
@@ -84,68 +82,75 @@ struct Output {
   }
 };
 
-// How the rows of a product's input are held: as integers, in the order of 4-bit or of 8-bit codes; in bfloat16; or so,
-// but times `kRaise`, for weights that tile_product.h makes of codes.
-enum class Form { kNibbles, kBytes, kBfloat16, kRaised };
+// How the rows of a product's input are held: as integers, of two bytes in the order of 4-bit or of 8-bit codes or of
+// words; in bfloat16; or so, but times `kRaise`, for weights that tile_product.h makes of codes.
+enum class Form { kNibbles, kBytes, kWords, kBfloat16, kRaised };
 
 constexpr float kRaise = 16777216.0f;  // 2^24
 
 inline Form form_of(const Matrix &matrix, int64_t rows, bool tiles) {
   if (matrix.bits == 16) return Form::kBfloat16;
   if (tiles && rows > kFewRows) return Form::kRaised;
+#ifdef ASYNCLLM_AVX512
   return matrix.bits == 4 ? Form::kNibbles : Form::kBytes;
+#else
+  return Form::kWords;
+#endif
 }
 
-inline bool holds_integers(Form form) { return form == Form::kNibbles || form == Form::kBytes; }
+inline bool holds_integers(Form form) { return form != Form::kBfloat16 && form != Form::kRaised; }
 
 // What bfloat16 values are multiplied by, in this form.
 inline float factor_of(Form form) { return form == Form::kRaised ? kRaise : 1.0f; }
 
-// A row of integers: upper bytes, lower bytes, then of each group the scale, and the sum of what the integers stand
-// for.
+// A row of integers: upper bytes and lower bytes, or words; then of each group the scale, and the sum of what the
+// integers stand for.
 inline int64_t integer_row_bytes(int64_t inputs) { return 2 * inputs + 8 * (inputs / kGroup); }
 
 inline int64_t row_bytes(Form form, int64_t inputs) {
   return holds_integers(form) ? integer_row_bytes(inputs) : 2 * inputs;
 }
 
-inline void put_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t group, __m512 low, __m512 high) {
-  constexpr float kMost = 32512.0f;  // its upper byte, once the lower one is taken off as a signed one, is at most 127
-  const __m512 largest = _mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high));
-  const float most = _mm512_reduce_max_ps(largest);
-  const __m512 factor = _mm512_set1_ps(most > 0.0f ? kMost / most : 0.0f);
-  float scale = most / kMost;
-  const __mmask16 unordered = _mm512_cmp_ps_mask(low, low, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(high, high, _CMP_UNORD_Q);
-  if (unordered) scale = NAN;  // what is not a number stays so
+#ifdef ASYNCLLM_AVX512
+// 16 integers from `at` on, as their upper and their lower bytes.
+inline void store_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t at, Ints whole) {
   const __m128i order = form == Form::kNibbles ? _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)
                                                : _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-  int64_t at = group * kGroup;
-  __m512i sum = _mm512_setzero_si512();
-  for (const __m512 values : {low, high}) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, factor));
-    const __m512i lower = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-    const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(whole, lower), 8);
-    _mm_storeu_si128((__m128i *)(row + at), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(upper), order));
-    _mm_storeu_si128((__m128i *)(row + inputs + at), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(lower), order));
-    sum = _mm512_add_epi32(sum, whole);
-    at += kLanes;
-  }
+  const __m512i lower = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+  const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(whole, lower), 8);
+  _mm_storeu_si128((__m128i *)(row + at), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(upper), order));
+  _mm_storeu_si128((__m128i *)(row + inputs + at), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(lower), order));
+}
+#else
+inline void store_integers(Form, std::uint8_t *row, int64_t, int64_t at, Ints whole) {
+  store_words(row + 2 * at, whole);
+}
+#endif
+
+inline void put_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t group, Floats low, Floats high) {
+  constexpr float kMost = 32512.0f;  // its upper byte, once the lower one is taken off as a signed one, is at most 127
+  const float most = largest_of(larger(magnitude(low), magnitude(high)));
+  const Floats factor = every(most > 0.0f ? kMost / most : 0.0f);
+  const Ints first = to_ints(low * factor), second = to_ints(high * factor);
+  store_integers(form, row, inputs, group * kGroup, first);
+  store_integers(form, row, inputs, group * kGroup + kLanes, second);
+  const float scale = unordered(low, high) ? NAN : most / kMost;  // what is not a number stays so
   float *scales = reinterpret_cast<float *>(row + 2 * inputs);
   scales[group] = scale;
-  scales[inputs / kGroup + group] = scale * static_cast<float>(_mm512_reduce_add_epi32(sum));
+  scales[inputs / kGroup + group] = scale * static_cast<float>(sum_of(first, second));
 }
 
 // A row in the form that a product takes. `source(column)` gives 16 values.
 template <class Source>
 inline void put_row(Form form, std::uint8_t *to, int64_t inputs, Source &&source) {
-  const __m512 factor = _mm512_set1_ps(factor_of(form));
+  const Floats factor = every(factor_of(form));
   for (int64_t column = 0; column < inputs; column += kGroup) {
-    const __m512 low = source(column), high = source(column + kLanes);
+    const Floats low = source(column), high = source(column + kLanes);
     if (holds_integers(form)) {
       put_integers(form, to, inputs, column / kGroup, low, high);
     } else {
-      store_bf16(reinterpret_cast<bf16 *>(to) + column, _mm512_mul_ps(low, factor));
-      store_bf16(reinterpret_cast<bf16 *>(to) + column + kLanes, _mm512_mul_ps(high, factor));
+      store_bf16(reinterpret_cast<bf16 *>(to) + column, low * factor);
+      store_bf16(reinterpret_cast<bf16 *>(to) + column + kLanes, high * factor);
     }
   }
 }
@@ -153,14 +158,13 @@ inline void put_row(Form form, std::uint8_t *to, int64_t inputs, Source &&source
 // RMSNorm of a row, of which `source(column)` gives 16 values, with weights in bfloat16.
 template <class Source>
 inline void put_normed(Form form, std::uint8_t *to, Source &&source, const bf16 *weight, int64_t size, float eps) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = zeros();
   for (int64_t i = 0; i < size; i += kLanes) {
-    const __m512 x = source(i);
-    squares = _mm512_fmadd_ps(x, x, squares);
+    const Floats x = source(i);
+    squares = multiply_add(x, x, squares);
   }
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
-  put_row(form, to, size,
-          [&](int64_t i) { return _mm512_mul_ps(_mm512_mul_ps(source(i), scale), load_bf16(weight + i)); });
+  const Floats scale = every(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + eps));
+  put_row(form, to, size, [&](int64_t i) { return source(i) * scale * load_bf16(weight + i); });
 }
 
 // The rows of a product's input, as all threads of a team see them.
@@ -177,17 +181,27 @@ struct Rows {
 };
 
 // What a product gives for one block of a row: `gate` is that of the block before.
-inline void finish(const Matrix &w, const Output &output, int64_t row, int64_t block, __m512 gate, __m512 value) {
-  if (w.bias) value = _mm512_add_ps(value, _mm512_loadu_ps(w.bias + block * kFeatures));
+inline void finish(const Matrix &w, const Output &output, int64_t row, int64_t block, Floats gate, Floats value) {
+  if (w.bias) value = value + load(w.bias + block * kFeatures);
   if (w.activation == kNone) return output.take(row, block * kFeatures, value);
-  if (w.bias) gate = _mm512_add_ps(gate, _mm512_loadu_ps(w.bias + (block - 1) * kFeatures));
-  output.take(row, block / 2 * kFeatures, _mm512_mul_ps(activate(gate, w.activation), value));
+  if (w.bias) gate = gate + load(w.bias + (block - 1) * kFeatures);
+  output.take(row, block / 2 * kFeatures, activate(gate, w.activation) * value);
 }
 
 // Asks for what is read some time later: the processor's own prefetcher stops at the end of each 4096 bytes. What lies
 // behind a matrix is the next one.
 inline void prefetch_lines(const std::uint8_t *at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(at + i);
+}
+
+constexpr int64_t kBytesAhead = 5120;
+constexpr int64_t kBytesFarAhead = 12288;
+
+// Asks for a group's weights, of those far ahead for a few lines only: processors foresee what follows these, but not
+// beyond a page, and have room for few lines that are asked for one by one.
+inline void prefetch_group(const std::uint8_t *at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 256) prefetch_next(at + kBytesFarAhead + i);
+  prefetch_lines(at + kBytesAhead, bytes);
 }
 
 }  // namespace asyncllm

@@ -11,7 +11,7 @@ namespace asyncllm {
 template <class Between>
 inline void multiply(const Team &team, const Matrix &w, const Rows &x, int64_t rows, const Output &output, bool tiles,
                      std::uint8_t *scratch, Between &&between) {
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
   if (tiles && rows > kFewRows) return multiply_by_tiles(team, w, x, rows, output, scratch, between);
 #endif
   multiply_by_vectors(team, w, x, rows, output, between);

@@ -10,11 +10,12 @@
 // would take both.
 #pragma once
 
+#include "amx.h"
 #include "matrix.h"
 
 namespace asyncllm {
 
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
 
 // What sums of products with weights that were made of codes are multiplied by. What the shift cuts off is up to a
 // whole unit of the last place: on average it makes a weight smaller by ln(2) / 256 of itself.

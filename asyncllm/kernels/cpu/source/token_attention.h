@@ -5,11 +5,12 @@
 // queries.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 
 namespace asyncllm {
 
-#ifdef __AMX_BF16__
+#ifdef ASYNCLLM_AMX
 
 constexpr int64_t kScoresAtOnce = 256;  // keys whose scores are held
 constexpr int64_t kBlocksExpected = 2;  // of 16 keys, whose values are asked for before they are read
