@@ -274,6 +274,8 @@ def _run_compiler(command: Sequence[str], wanted: Callable[[], bool]) -> None:
                 if selector.select(_LOOK_EVERY):
                     piece = os.read(process.stderr.fileno(), 1 << 16)
                     said = (said + piece)[:_MOST_SAID]
+                elif process.poll() is not None:  # a fork of this program, made as it began, holds its end of the pipe
+                    piece = b""
             status = process.wait(max(0.0, deadline - time.monotonic()) if piece == b"" else 0)
         except subprocess.TimeoutExpired as error:
             os.killpg(process.pid, signal.SIGKILL)

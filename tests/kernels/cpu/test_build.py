@@ -97,6 +97,18 @@ def test_one_that_is_killed_keeps_nobody_waiting(quick: str, tmp_path: Path) -> 
     assert not [path for path in folder.iterdir() if path.suffix == ".lock"]
 
 
+def test_what_holds_a_compilers_pipe_keeps_nobody_waiting(quick: str, tmp_path: Path) -> None:
+    """A fork of this program holds it too, where it is made in the moment in which a compiler begins."""
+    left = tmp_path / "left"
+    compiler = write_compiler(tmp_path / "leaves", f'sleep 100 & echo $! > "{left}"; exec {quick} "$@"')
+    start = time.monotonic()
+    try:
+        load_library(tmp_path / "kernels", compiler)
+        assert time.monotonic() - start < 50
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+
+
 def test_a_fork_of_one_keeps_nobody_waiting(quick: str, tmp_path: Path) -> None:
     folder, forked = tmp_path / "kernels", tmp_path / "forked"
     compiler, begun = counted(quick, tmp_path, seconds=0.5)
