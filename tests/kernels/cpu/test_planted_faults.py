@@ -33,6 +33,12 @@ CHECKS = {
 }
 
 
+def assert_caught(check: str, right: Library, faulty: Library) -> None:
+    CHECKS[check](right)
+    with pytest.raises(AssertionError):
+        CHECKS[check](faulty)
+
+
 FILES_OF_TILES = ("chunk_attention.h", "token_attention.h", "tile_product.h")
 
 
@@ -85,10 +91,7 @@ def test_planted_fault_is_caught(  # noqa: PLR0917  (a parameter for each of wha
 ) -> None:
     if file in FILES_OF_TILES and not compiled.tiles:
         pytest.skip("this processor has no matrix unit")
-    CHECKS[check](compiled)
-    faulty = altered(tmp_path, [(file, right, wrong)])
-    with pytest.raises(AssertionError):
-        CHECKS[check](faulty)
+    assert_caught(check, compiled, altered(tmp_path, [(file, right, wrong)]))
 
 
 @pytest.mark.full
@@ -111,7 +114,4 @@ def test_planted_fault_is_caught(  # noqa: PLR0917  (a parameter for each of wha
 def test_planted_fault_is_caught_without_avx512(  # noqa: PLR0917  (as above)
     avx2: Library, avx2_compiler: str, file: str, right: str, wrong: str, check: str, tmp_path: Path
 ) -> None:
-    CHECKS[check](avx2)
-    faulty = altered(tmp_path, [(file, right, wrong)], avx2_compiler)
-    with pytest.raises(AssertionError):
-        CHECKS[check](faulty)
+    assert_caught(check, avx2, altered(tmp_path, [(file, right, wrong)], avx2_compiler))

@@ -38,6 +38,7 @@ inline bool may_use_tiles() {
   static const bool permitted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   return permitted;
 }
+
 // For a permutation of 32 words: of the lower and of the upper half in turn.
 inline __m512i in_turn_of_halves() {
   alignas(64) std::uint16_t order[32];

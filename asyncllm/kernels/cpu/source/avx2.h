@@ -34,11 +34,16 @@ inline Floats load_bf16(const bf16 *from) {
   return {to_float(_mm_loadu_si128((const __m128i *)from)), to_float(_mm_loadu_si128((const __m128i *)(from + 8)))};
 }
 
+// The numbers at even places of 16 of bfloat16, and those at odd ones.
+inline __m256 even_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 odd_of(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
 // 16 numbers in an order that is quicker to make: those at even places, then those at odd ones. And back.
 inline Floats load_unordered(const bf16 *from) {
   const __m256i pairs = _mm256_loadu_si256((const __m256i *)from);
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(_mm256_and_si256(pairs, upper))};
+  return {even_of(pairs), odd_of(pairs)};
 }
 inline Floats in_order(Floats a) {
   const __m256 first = _mm256_unpacklo_ps(a.low, a.high), second = _mm256_unpackhi_ps(a.low, a.high);

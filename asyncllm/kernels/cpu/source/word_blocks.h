@@ -80,12 +80,6 @@ inline void multiply_block_8(const Matrix &w, int64_t block, const std::uint8_t 
   multiply_codes<8, M>(w, block, x, stride, sums);
 }
 
-// The numbers at even places of 16 of bfloat16, and those at odd ones.
-inline __m256 even_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-inline __m256 odd_of(__m256i pairs) {
-  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
-
 template <int M>
 inline void multiply_block_16(const Matrix &w, int64_t block, const std::uint8_t *x, int64_t stride, Floats sums[M]) {
   const std::uint8_t *at = w.block(block, 0);
