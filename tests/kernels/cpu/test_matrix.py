@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asyncllm.kernels.cpu.build import Library
 from asyncllm.kernels.cpu.matrix import (
@@ -13,6 +14,7 @@ from asyncllm.kernels.cpu.matrix import (
     aligned,
     kernel_product,
     matrix_bytes,
+    mixed_rows,
     pack_bfloat16,
     pack_bias,
     pack_groups,
@@ -41,6 +43,11 @@ def make(
     return KernelMatrix(placed, packed_bias, outputs, inputs, bits, activation, packed.unit), plain.double()
 
 
+def taken(library: Library, bits: int, x: Tensor) -> Tensor:
+    """Rows in float64, with what is rounded on purpose."""
+    return mixed_rows(x.double()) if bits == 4 and not library.avx512 else x.double()
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (208, 576), (4224, 64)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 12, 16, 17, 32, 33, 64, 70])
@@ -48,8 +55,9 @@ def test_nearer_than_bfloat16(library: Library, bits: int, outputs: int, inputs:
     """Nearer to float64 than torch's product with weights that are rounded to bfloat16."""
     weight, x = grouped(outputs, inputs, min(bits, 8)), rows_of(count, inputs)
     matrix, exact = make(weight, bits)
-    expected = product_reference(x.double(), exact)
-    rounded = product_reference(x, exact.bfloat16())
+    wide = taken(library, bits, x)
+    expected = product_reference(wide, exact)
+    rounded = product_reference(wide.bfloat16(), exact.bfloat16())
     bound = (rounded.double() - expected).abs().mean()
     for dtype in (torch.float32, torch.bfloat16):
         found = kernel_product(library, x, matrix, dtype=dtype)
@@ -62,9 +70,25 @@ def test_nearer_than_bfloat16(library: Library, bits: int, outputs: int, inputs:
 def test_rows_that_are_cut_into_parts(library: Library, bits: int) -> None:
     weight, x = grouped(48, 576, min(bits, 8)), rows_of(1000, 576)
     matrix, exact = make(weight, bits)
-    expected = product_reference(x.double(), exact)
+    expected = product_reference(taken(library, bits, x), exact)
     found = kernel_product(library, x, matrix, dtype=torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01 * float(expected.abs().mean()))
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_large_numbers_leave_the_others_their_bits(library: Library, count: int) -> None:
+    """As activations have them, in a few columns of their own."""
+    weight, x = grouped(208, 576, 4), rows_of(count, 576)
+    row = torch.arange(count)
+    for group in (0, 7):
+        x[row, (32 * (group + 5 * row) + 3 * row) % 576] = 300.0
+    matrix, exact = make(weight, 4)
+    expected = product_reference(x.double(), exact)
+    groups = x.double().unflatten(-1, (18, 32))
+    unit = groups.abs().amax(-1, keepdim=True) / 127
+    of_bytes = product_reference(((groups / unit).round() * unit).flatten(-2), exact)
+    found = kernel_product(library, x, matrix, dtype=torch.float32)
+    assert (found.double() - expected).abs().mean() < (of_bytes - expected).abs().mean() / 10
 
 
 def test_rounds_as_torch_does(library: Library) -> None:
@@ -96,9 +120,10 @@ def test_norm_bias_and_activation(
     norm = (1 + torch.randn(64, generator=generator) / 8).bfloat16() if normed else None
     matrix, exact = make(grouped(96, 64, min(bits, 8)), bits, bias, activation)
     x = 3 * rows_of(count, 64)
-    wide_norm = None if norm is None else norm.double()
-    expected = product_reference(x.double(), exact, bias.double(), activation, norm=wide_norm, eps=1e-5)
-    rounded = product_reference(x, exact.bfloat16(), bias.bfloat16(), activation, norm=norm, eps=1e-5)
+    wide = x.double() if norm is None else functional.rms_norm(x.double(), norm.shape, norm.double(), 1e-5)
+    wide = taken(library, bits, wide)
+    expected = product_reference(wide, exact, bias.double(), activation)
+    rounded = product_reference(wide.bfloat16(), exact.bfloat16(), bias.bfloat16(), activation)
     found = kernel_product(library, x, matrix, norm=norm, eps=1e-5, dtype=torch.float32)
     assert found.shape == (count, matrix.width)
     assert (found.double() - expected).abs().mean() < (rounded.double() - expected).abs().mean()
@@ -142,8 +167,9 @@ def test_weights_of_any_size(library: Library, bits: int, count: int, size: floa
     weight.scales[3], weight.zeros[3] = 1e-4 * weight.scales[3], 0.0
     assert takes_groups(weight.scales, weight.zeros, bits)
     matrix, exact = make(weight, bits)
-    expected = product_reference(x.double(), exact)
-    rounded = product_reference(x, exact.bfloat16())
+    wide = taken(library, bits, x)
+    expected = product_reference(wide, exact)
+    rounded = product_reference(wide.bfloat16(), exact.bfloat16())
     found = kernel_product(library, x, matrix, dtype=torch.float32)
     assert (found.double() - expected).abs().mean() < (rounded.double() - expected).abs().mean()
 
@@ -166,6 +192,7 @@ def test_a_row_depends_on_no_other(library: Library, bits: int, count: int) -> N
     x = rows_of(count, 96)
     found = kernel_product(library, x, matrix)
     others = x.flip(0) * 5
+    others[::3, 40] = 1000.0
     for place in {0, count // 2, count - 1}:
         mixed = others.clone()
         mixed[place] = x[place]

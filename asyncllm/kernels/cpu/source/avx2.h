@@ -125,8 +125,8 @@ inline int sum_of(Ints a, Ints b) {
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 // As words of 16 bits.
-inline void store_words(std::uint8_t *to, Ints values) {
-  _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(_mm256_packs_epi32(values.low, values.high), 0xd8));
+inline __m256i to_words(Ints values) {
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(values.low, values.high), 0xd8);
 }
 
 // At most 128, of which 2 to the power is infinite here; of a minimum, what is no number stays.

@@ -10,9 +10,10 @@
 //          and a mask make a pair of neighbours for the matrix unit, or four bytes for integer products.
 //   16     bfloat16, each pair of inputs of a feature as a lane.
 //
-// Few rows are multiplied as integers: a row's group of 32 is rounded to 16 bits, of which the upper and the lower byte
-// are two products of 8 bits, whose sums are exact. So the error is that of float32 sums. Many rows are multiplied in
-// the processor's matrix unit, in bfloat16, where it has one; weights become bfloat16 on their way there.
+// Few rows are multiplied as integers, whose sums are exact: a row's group of 32 is rounded to 16 bits, so that the error
+// is that of float32 sums. By AVX2 that takes nearly twice as long as 8 bits, so of a row for 4-bit codes only some groups
+// have 16: those with a number that is large for its row, which with 8 would bear most of the error. Many rows are
+// multiplied in the processor's matrix unit, in bfloat16, where it has one; weights become bfloat16 on their way there.
 #pragma once
 
 #include <algorithm>
@@ -82,9 +83,9 @@ struct Output {
   }
 };
 
-// How the rows of a product's input are held: as integers, of two bytes in the order of 4-bit or of 8-bit codes or of
-// words; in bfloat16; or so, but times `kRaise`, for weights that tile_product.h makes of codes.
-enum class Form { kNibbles, kBytes, kWords, kBfloat16, kRaised };
+// How the rows of a product's input are held: as integers, of two bytes in the order of 4-bit or of 8-bit codes, or of
+// words, some of which are bytes; in bfloat16; or so, but times `kRaise`, for weights that tile_product.h makes of codes.
+enum class Form { kNibbles, kBytes, kWords, kMixed, kBfloat16, kRaised };
 
 constexpr float kRaise = 16777216.0f;  // 2^24
 
@@ -94,7 +95,7 @@ inline Form form_of(const Matrix &matrix, int64_t rows, bool tiles) {
 #ifdef ASYNCLLM_AVX512
   return matrix.bits == 4 ? Form::kNibbles : Form::kBytes;
 #else
-  return Form::kWords;
+  return matrix.bits == 4 ? Form::kMixed : Form::kWords;
 #endif
 }
 
@@ -104,8 +105,19 @@ inline bool holds_integers(Form form) { return form != Form::kBfloat16 && form !
 inline float factor_of(Form form) { return form == Form::kRaised ? kRaise : 1.0f; }
 
 // A row of integers: upper bytes and lower bytes, or words; then of each group the scale, and the sum of what the
-// integers stand for.
-inline int64_t integer_row_bytes(int64_t inputs) { return 2 * inputs + 8 * (inputs / kGroup); }
+// integers stand for. By AVX2, behind that: the integers as bytes, and of each group whether these do not hold them.
+struct IntegerRow {
+  int64_t scales, sums, bytes, fine, end;  // where they begin
+
+  explicit IntegerRow(int64_t inputs)
+      : scales(2 * inputs),
+        sums(scales + 4 * (inputs / kGroup)),
+        bytes(sums + 4 * (inputs / kGroup)),
+        fine(kCompiledForAvx512 ? bytes : bytes + inputs),
+        end(kCompiledForAvx512 ? bytes : (fine + inputs / kGroup + 7) / 8 * 8) {}
+};
+
+inline int64_t integer_row_bytes(int64_t inputs) { return IntegerRow(inputs).end; }
 
 inline int64_t row_bytes(Form form, int64_t inputs) {
   return holds_integers(form) ? integer_row_bytes(inputs) : 2 * inputs;
@@ -122,32 +134,56 @@ inline void store_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t
   _mm_storeu_si128((__m128i *)(row + inputs + at), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(lower), order));
 }
 #else
-inline void store_integers(Form, std::uint8_t *row, int64_t, int64_t at, Ints whole) {
-  store_words(row + 2 * at, whole);
+inline void store_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t at, Ints whole) {
+  const __m256i words = to_words(whole);
+  _mm256_storeu_si256((__m256i *)(row + 2 * at), words);
+  if (form != Form::kMixed) return;
+  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128((__m128i *)(row + IntegerRow(inputs).bytes + at), _mm_shuffle_epi8(bytes, order));
 }
 #endif
 
-inline void put_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t group, Floats low, Floats high) {
-  constexpr float kMost = 32512.0f;  // its upper byte, once the lower one is taken off as a signed one, is at most 127
+// Groups whose largest number is at most `ordinary` have bytes.
+inline void put_integers(Form form, std::uint8_t *row, int64_t inputs, int64_t group, Floats low, Floats high,
+                         float ordinary) {
+  constexpr float kByte = 127.0f;
+  constexpr float kWord = 32512.0f;  // its upper byte, once the lower one is taken off as a signed one, is at most 127
+  const IntegerRow parts(inputs);
   const float most = largest_of(larger(magnitude(low), magnitude(high)));
-  const Floats factor = every(most > 0.0f ? kMost / most : 0.0f);
+  const float largest = most <= ordinary ? kByte : kWord;
+  const Floats factor = every(most > 0.0f ? largest / most : 0.0f);
   const Ints first = to_ints(low * factor), second = to_ints(high * factor);
   store_integers(form, row, inputs, group * kGroup, first);
   store_integers(form, row, inputs, group * kGroup + kLanes, second);
-  const float scale = unordered(low, high) ? NAN : most / kMost;  // what is not a number stays so
-  float *scales = reinterpret_cast<float *>(row + 2 * inputs);
-  scales[group] = scale;
-  scales[inputs / kGroup + group] = scale * static_cast<float>(sum_of(first, second));
+  if (form == Form::kMixed) row[parts.fine + group] = largest != kByte;
+  const float scale = unordered(low, high) ? NAN : most / largest;  // what is not a number stays so
+  reinterpret_cast<float *>(row + parts.scales)[group] = scale;
+  reinterpret_cast<float *>(row + parts.sums)[group] = scale * static_cast<float>(sum_of(first, second));
 }
 
-// A row in the form that a product takes. `source(column)` gives 16 values.
+// The root of the mean of squares of a row, of which `source(column)` gives 16 values.
+template <class Source>
+inline float root_mean_square(Source &&source, int64_t size, float eps = 0.0f) {
+  Floats squares = zeros();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats x = source(i);
+    squares = multiply_add(x, x, squares);
+  }
+  return std::sqrt(sum_of(squares) / static_cast<float>(size) + eps);
+}
+
+constexpr float kOrdinary = 6.0f;  // as in matrix.py
+
+// A row in the form that a product takes.
 template <class Source>
 inline void put_row(Form form, std::uint8_t *to, int64_t inputs, Source &&source) {
   const Floats factor = every(factor_of(form));
+  const float ordinary = form == Form::kMixed ? kOrdinary * root_mean_square(source, inputs) : 0.0f;
   for (int64_t column = 0; column < inputs; column += kGroup) {
     const Floats low = source(column), high = source(column + kLanes);
     if (holds_integers(form)) {
-      put_integers(form, to, inputs, column / kGroup, low, high);
+      put_integers(form, to, inputs, column / kGroup, low, high, ordinary);
     } else {
       store_bf16(reinterpret_cast<bf16 *>(to) + column, low * factor);
       store_bf16(reinterpret_cast<bf16 *>(to) + column + kLanes, high * factor);
@@ -158,12 +194,7 @@ inline void put_row(Form form, std::uint8_t *to, int64_t inputs, Source &&source
 // RMSNorm of a row, of which `source(column)` gives 16 values, with weights in bfloat16.
 template <class Source>
 inline void put_normed(Form form, std::uint8_t *to, Source &&source, const bf16 *weight, int64_t size, float eps) {
-  Floats squares = zeros();
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats x = source(i);
-    squares = multiply_add(x, x, squares);
-  }
-  const Floats scale = every(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + eps));
+  const Floats scale = every(1.0f / root_mean_square(source, size, eps));
   put_row(form, to, size, [&](int64_t i) { return source(i) * scale * load_bf16(weight + i); });
 }
 

@@ -3,9 +3,9 @@
 
 #include "matrix.h"
 #ifdef ASYNCLLM_AVX512
-#include "byte_blocks.h"
+#include "avx512_blocks.h"
 #else
-#include "word_blocks.h"
+#include "avx2_blocks.h"
 #endif
 
 namespace asyncllm {

@@ -1,4 +1,4 @@
-// A block of features times rows, by AVX2: of codes as words of 16 bits, or of bfloat16 as float32.
+// A block of features times rows, by AVX2: of codes as words of 16 bits or as bytes, or of bfloat16 as float32.
 #pragma once
 
 #include "matrix.h"
@@ -40,32 +40,84 @@ inline void take_words(const std::uint8_t *group, int pair, __m256i words[2]) {
   }
 }
 
+// A group's products with words of x, for 16 features. `at`: its codes; `x`: the group's first integer.
+template <int Bits, int M>
+inline void multiply_words(const std::uint8_t *at, const std::uint8_t *x, int64_t stride, Ints dots[M]) {
+  for (int m = 0; m < M; ++m) dots[m] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+#pragma GCC unroll 16
+  for (int pair = 0; pair < kGroup / 2; ++pair) {
+    __m256i words[2];
+    take_words<Bits>(at, pair, words);
+    keep(words[0], words[1]);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) add_products(words, reinterpret_cast<const int *>(x + m * stride)[pair], dots[m]);
+  }
+}
+
+// Of 8 features four inputs each: codes of 4 bits, and signed bytes.
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+inline __m256i add_bytes(__m256i sums, __m256i codes, __m256i x) { return _mm256_dpbusd_epi32(sums, codes, x); }
+inline __m256i widen(__m256i sums) { return sums; }
+#elif defined(__AVXVNNI__)
+inline __m256i add_bytes(__m256i sums, __m256i codes, __m256i x) { return _mm256_dpbusd_avx_epi32(sums, codes, x); }
+inline __m256i widen(__m256i sums) { return sums; }
+#else
+// Two sums of words, which hold a group's: 32 / 2 products of at most 15 * 127.
+inline __m256i add_bytes(__m256i sums, __m256i codes, __m256i x) {
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, x));
+}
+inline __m256i widen(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+#endif
+
+// The same as `multiply_words` for codes of 4 bits and bytes of x.
+template <int M>
+inline void multiply_bytes(const std::uint8_t *at, const std::uint8_t *x, int64_t stride, Ints dots[M]) {
+  for (int m = 0; m < M; ++m) dots[m] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  const __m256i nibble = _mm256_set1_epi8(15);
+#pragma GCC unroll 8
+  for (int quad = 0; quad < kGroup / 4; ++quad) {
+    __m256i codes[2];
+    for (int half = 0; half < 2; ++half) {
+      const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i *>(at + quad / 2 * 64 + half * 32));
+      codes[half] = _mm256_and_si256(quad % 2 ? _mm256_srli_epi16(both, 4) : both, nibble);
+    }
+    keep(codes[0], codes[1]);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const __m256i four = _mm256_set1_epi32(reinterpret_cast<const int *>(x + m * stride)[quad]);
+      dots[m].low = add_bytes(dots[m].low, codes[0], four);
+      dots[m].high = add_bytes(dots[m].high, codes[1], four);
+      keep(dots[m].low, dots[m].high);
+    }
+  }
+  for (int m = 0; m < M; ++m) dots[m] = {widen(dots[m].low), widen(dots[m].high)};
+}
+
 template <int Bits, int M>
 inline void multiply_codes(const Matrix &w, int64_t block, const std::uint8_t *x, int64_t stride, Floats sums[M]) {
-  constexpr int kPairs = kGroup / 2, kCodeBytes = 64 * Bits;
-  const int64_t groups = w.groups();
+  constexpr int kCodeBytes = 64 * Bits;
+  const IntegerRow parts(w.inputs);
   const std::uint8_t *at = w.block(block, 0);
   for (int m = 0; m < M; ++m) sums[m] = zeros();
-  for (int64_t group = 0; group < groups; ++group, at += kCodeBytes + 64) {
-    Ints dots[M];
-    for (int m = 0; m < M; ++m) dots[m] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int64_t group = 0; group < w.groups(); ++group, at += kCodeBytes + 64) {
     prefetch_group(at, kCodeBytes + 64);
-#pragma GCC unroll 16
-    for (int pair = 0; pair < kPairs; ++pair) {
-      __m256i words[2];
-      take_words<Bits>(at, pair, words);
-      keep(words[0], words[1]);
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m)
-        add_products(words, reinterpret_cast<const int *>(x + m * stride)[group * kPairs + pair], dots[m]);
+    bool fine = Bits == 8;
+    for (int m = 0; m < M; ++m) fine = fine || x[m * stride + parts.fine + group];
+    Ints dots[M];
+    if (fine) {
+      multiply_words<Bits, M>(at, x + group * 2 * kGroup, stride, dots);
+    } else {
+      multiply_bytes<M>(at, x + parts.bytes + group * kGroup, stride, dots);
     }
     const Floats scale = load_half(at + kCodeBytes), zero = load_half(at + kCodeBytes + 32);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const auto *row = reinterpret_cast<const float *>(x + m * stride + 2 * w.inputs);
+      const auto of_group = [&](int64_t part) {
+        return every(reinterpret_cast<const float *>(x + m * stride + part)[group]);
+      };
       const Floats dot{_mm256_cvtepi32_ps(dots[m].low), _mm256_cvtepi32_ps(dots[m].high)};
-      sums[m] = multiply_add(dot * every(row[group]), scale, sums[m]);
-      sums[m] = multiply_add(zero, every(row[groups + group]), sums[m]);
+      sums[m] = multiply_add(dot * of_group(parts.scales), scale, sums[m]);
+      sums[m] = multiply_add(zero, of_group(parts.sums), sums[m]);
     }
   }
 }
