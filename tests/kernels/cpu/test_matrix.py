@@ -88,7 +88,7 @@ def test_large_numbers_leave_the_others_their_bits(library: Library, count: int)
     unit = groups.abs().amax(-1, keepdim=True) / 127
     of_bytes = product_reference(((groups / unit).round() * unit).flatten(-2), exact)
     found = kernel_product(library, x, matrix, dtype=torch.float32)
-    assert (found.double() - expected).abs().mean() < (of_bytes - expected).abs().mean() / 10
+    assert (found.double() - expected).abs().mean() < (of_bytes - expected).abs().mean() / 5
 
 
 def test_rounds_as_torch_does(library: Library) -> None:
